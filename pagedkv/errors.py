@@ -1,0 +1,62 @@
+"""What pagedkv raises beyond TypeError, ValueError, IndexError, RuntimeError and MemoryError."""
+
+from __future__ import annotations
+
+
+class PagedKvError(Exception):
+    """Base of the library's own errors; raised itself when ``check()`` finds a broken invariant."""
+
+
+class _Exhausted(PagedKvError):
+    """A request for blocks that cannot be met now. Nothing was changed."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(needed, free, total)
+        self.needed = needed
+        self.free = free
+        self.total = total
+
+
+class PagedStoreExhausted(_Exhausted):
+    """A store has fewer free blocks than a request needs. Nothing was changed.
+
+    Attributes
+    ----------
+    needed : int
+        Blocks that the request asked for now.
+    free : int
+        Blocks that were free.
+    total : int
+        Blocks of the store.
+    held : int
+        Blocks that the asking sequences hold already.
+    can_ever_fit : bool
+        Whether the request could be met if everyone else gave their blocks back: False means
+        that waiting is of no use.
+    """
+
+    def __init__(self, needed: int, free: int, total: int, held: int = 0) -> None:
+        super().__init__(needed, free, total)
+        self.args = (needed, free, total, held)
+        self.held = held
+
+    @property
+    def can_ever_fit(self) -> bool:
+        return self.needed + self.held <= self.total
+
+    def __str__(self) -> str:
+        when = "not now" if self.can_ever_fit else "never, whatever is released"
+        return f"{self.needed} blocks needed, {self.free} of {self.total} free ({when})"
+
+
+class KvPoolExhausted(_Exhausted):
+    """A `KvBlockPool` has fewer free blocks than a `KvCache` needs. Nothing was changed.
+
+    Attributes
+    ----------
+    needed, free, total : int
+        Blocks asked for, free, and in the pool.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.needed} blocks needed, {self.free} of {self.total} free in the pool"

@@ -1,0 +1,72 @@
+"""The extension modules of pagedkv: one table, one set of directives.
+
+Switches, read from the environment at build time:
+
+PAGEDKV_DEBUG=1       bounds checks, no optimisation, symbols
+PAGEDKV_SANITIZE=...  a list for -fsanitize, such as "address,undefined" or "thread"
+"""
+
+import os
+import sys
+
+import numpy
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+# module -> what it needs beyond its own .pyx: headers to watch, and whether it speaks NumPy's C API
+MODULES = {
+    "pagedkv._kernels.parallel": {"depends": ["pagedkv/_kernels/pool.h"]},
+    "pagedkv._kernels.rows": {"depends": ["pagedkv/_kernels/stream.h"]},
+    "pagedkv._kernels.attend": {"depends": []},
+    "pagedkv._arrays": {"numpy": True},
+    "pagedkv.allocator": {},
+    "pagedkv.store": {},
+    "pagedkv.contiguous": {},
+    "pagedkv.sequence": {},
+    "pagedkv.attention": {},
+    "pagedkv.step": {},
+}
+
+DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
+SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
+
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": DEBUG,
+    "wraparound": False,
+    "initializedcheck": DEBUG,
+    "cdivision": True,
+    "embedsignature": True,
+    "freethreading_compatible": True,
+}
+
+
+def compiler_options():
+    """Flags for the compiler and the linker."""
+    if sys.platform == "win32":
+        return ["/std:c11", "/O2"], []
+    compile_args = ["-std=c11", "-O0" if DEBUG else "-O3", "-fvisibility=hidden"]
+    link_args = []
+    if DEBUG or SANITIZE:
+        compile_args.append("-g")
+    if SANITIZE:
+        compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
+        link_args.append(f"-fsanitize={SANITIZE}")
+    return compile_args, link_args
+
+
+def extensions():
+    compile_args, link_args = compiler_options()
+    for name, needs in MODULES.items():
+        yield Extension(
+            name,
+            [name.replace(".", "/") + ".pyx"],
+            depends=needs.get("depends", []),
+            include_dirs=["pagedkv/_kernels"] + ([numpy.get_include()] if needs.get("numpy") else []),
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")] if needs.get("numpy") else [],
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+        )
+
+
+setup(ext_modules=cythonize(list(extensions()), compiler_directives=DIRECTIVES))
