@@ -39,13 +39,9 @@ cdef class KvBlockPool:
     4
     """
 
-    def __init__(self, block_size, total_blocks):
-        cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_SIZE)
-        cdef Py_ssize_t total = as_size(total_blocks, "total_blocks", 1, MAX_SIZE)
-        if self.block_size:
-            raise RuntimeError("KvBlockPool: __init__ runs once")
-        self.block_size = size
-        self.total_blocks = total
+    def __cinit__(self, block_size, total_blocks):
+        self.block_size = as_size(block_size, "block_size", 1, MAX_SIZE)
+        self.total_blocks = as_size(total_blocks, "total_blocks", 1, MAX_SIZE)
 
     @property
     def free_blocks(self):
