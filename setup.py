@@ -37,7 +37,10 @@ DIRECTIVES = {
     "initializedcheck": DEBUG,
     "cdivision": True,
     "embedsignature": True,
+    "embedsignature.format": "clinic",
     "freethreading_compatible": True,
+    "autotestdict": False,
+    "auto_pickle": False,
 }
 
 

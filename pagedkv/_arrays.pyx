@@ -6,7 +6,7 @@ caller's code (``__array__``, ``__index__``), so they are called before any stat
 """
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t
 
 import numpy as np
 

@@ -14,11 +14,11 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_thread_count, describe, empty_ids, empty_slots
-from pagedkv._kernels.attend cimport QuerySpan
+from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, describe, empty_ids, empty_slots
+from pagedkv._kernels.attend cimport KvView, QuerySpan
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport scatter_rows
-from pagedkv.attention cimport attend_spans
+from pagedkv.attention cimport attend_rows, view_layer
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
@@ -101,7 +101,7 @@ cdef class Step:
     cdef Py_ssize_t n_taken
     cdef int32_t[::1] private_ids   # memory of the private tables
     cdef int64_t[::1] slots         # where each new row goes: its row number in the store
-    cdef unsigned char[::1] written # layers
+    cdef unsigned char[::1] written  # layers
 
     def __cinit__(self, PagedKvStore store not None, caches, query_lens=1, *, n_threads=None):
         caches = [caches] if isinstance(caches, PagedKvCache) else list(caches)
@@ -243,13 +243,15 @@ cdef class Step:
             The step is not open, or the layer was not written yet.
         """
         cdef Py_ssize_t index = as_index(layer, "layer", self.store.n_layers)
+        cdef KvView kv
         self.begin_call()
         try:
             if not self.written[index] and self.n_rows:
                 raise RuntimeError(f"step: layer {index} was not written yet")
-            return attend_spans(
-                q, self.store, index, self.spans, self.n_caches, self.n_rows, self.n_threads,
-                scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse)
+            view_layer(&kv, self.store, index)
+            return attend_rows(
+                q, &kv, self.spans, self.n_caches, self.n_rows, scale, window, softcap, sinks,
+                alibi_slopes, causal, out, return_lse, self.n_threads)
         finally:
             self.busy = False
 
@@ -402,12 +404,12 @@ cdef class Step:
 
     cdef int begin_call(self) except -1:
         """One call at a time, and only while the step is open."""
-        cdef bint free
+        cdef bint idle
         with cython.critical_section(self):
-            free = self.state == OPEN and not self.busy
-            if free:
+            idle = self.state == OPEN and not self.busy
+            if idle:
                 self.busy = True
-        if not free:
+        if not idle:
             if self.state == OPEN:
                 raise RuntimeError("step: another call on it is running")
             raise RuntimeError(f"step: expected it to be open, got {self!r}")

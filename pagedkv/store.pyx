@@ -3,7 +3,7 @@
 from libc.math cimport NAN
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_rows
+from pagedkv._arrays cimport as_ids, as_index, as_size, empty_rows
 from pagedkv._kernels.rows cimport copy_rows, fill_rows
 from pagedkv.allocator cimport BlockAllocator
 
@@ -13,7 +13,7 @@ from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.stats import StoreStats
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX
-FLOAT32 = np.dtype(np.float32)
+cdef object FLOAT32 = np.dtype(np.float32)
 
 
 cdef class PagedKvStore:
