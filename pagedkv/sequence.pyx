@@ -15,7 +15,7 @@ from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_ids, as_rows, as_size, as_index, as_step, describe, empty_ids
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._kernels.rows cimport append_rows, gather_blocks, put_row
+from pagedkv._kernels.rows cimport append_rows, gather_blocks, put_step
 from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport PagedKvStore
 cimport numpy as cnp
@@ -120,25 +120,22 @@ cdef class PagedKvCache:
         TypeError, ValueError, RuntimeError
             Rows of another dtype or shape; another store; in use by a running call.
         """
-        cdef Py_ssize_t n_layers = store.n_layers
-        cdef cnp.ndarray k = as_step(k_step, "k_step", n_layers, store.n_kv_heads, store.head_dim)
-        cdef cnp.ndarray v = as_step(v_step, "v_step", n_layers, store.n_kv_heads, store.v_head_dim)
+        cdef cnp.ndarray k = as_step(k_step, "k_step", store.n_layers, store.n_kv_heads, store.head_dim)
+        cdef cnp.ndarray v = as_step(v_step, "v_step", store.n_layers, store.n_kv_heads, store.v_head_dim)
         cdef const float* k_rows = <const float*>cnp.PyArray_DATA(k)
         cdef const float* v_rows = <const float*>cnp.PyArray_DATA(v)
-        cdef Py_ssize_t layer, row, k_width = store.k.shape[2], v_width = store.v.shape[2]
+        cdef Py_ssize_t row
         self.begin_write(store)
         try:
             self.prepare(store, 1)
             row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
-            if n_layers * (k_width + v_width) * <Py_ssize_t>sizeof(float) < NOGIL_FROM:
-                for layer in range(n_layers):
-                    put_row(store.k[layer], row, k_rows + layer * k_width)
-                    put_row(store.v[layer], row, v_rows + layer * v_width)
+            if store.step_bytes < NOGIL_FROM:
+                put_step(store.k, row, k_rows)
+                put_step(store.v, row, v_rows)
             else:
                 with nogil:
-                    for layer in range(n_layers):
-                        put_row(store.k[layer], row, k_rows + layer * k_width)
-                        put_row(store.v[layer], row, v_rows + layer * v_width)
+                    put_step(store.k, row, k_rows)
+                    put_step(store.v, row, v_rows)
             self.length += 1
         finally:
             self.end_write()

@@ -116,7 +116,7 @@ cdef class Step:
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
         self.caches = caches
         self.n_caches = len(caches)
-        self.written = np.zeros(store.n_layers, np.uint8)
+        self.written = bytearray(store.n_layers)
         self.store = store
 
     def __dealloc__(self):
@@ -147,10 +147,11 @@ cdef class Step:
         """
         self.begin_call()
         self.busy = False
-        missing = [] if self.n_rows == 0 else np.flatnonzero(np.asarray(self.written) == 0).tolist()
-        if missing:
-            self.undo()
-            raise RuntimeError(f"step: layers {missing} were not written; everything was rolled back")
+        cdef Py_ssize_t layer
+        for layer in range(self.store.n_layers if self.n_rows else 0):
+            if not self.written[layer]:
+                self.undo()
+                raise RuntimeError(f"step: layer {layer} was not written; everything was rolled back")
         self.apply()
         self.store.after_change()
 

@@ -11,6 +11,7 @@ cdef class PagedKvStore:
     cdef float[:, :, ::1] v             # [n_layers, total_blocks * block_size, v_width]
     cdef object k_blocks                # the same bytes, read-only: [n_layers, total_blocks, block_size, k_width]
     cdef object v_blocks
+    cdef Py_ssize_t step_bytes          # K and V of one position, all layers
     cdef bint debug
     cdef Py_ssize_t copies_on_write
 

@@ -100,6 +100,7 @@ cdef class PagedKvStore:
             rows.flags.writeable = False
         self.k_blocks = k
         self.v_blocks = v
+        self.step_bytes = layers * heads * (k_dim + v_dim) * sizeof(float)
         self.debug = bool(debug)
         self.blocks = blocks
 

@@ -17,6 +17,6 @@ cdef void scatter_rows(
 cdef void copy_rows(
     float[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil
 
-cdef void put_row(float[:, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil
+cdef void put_step(float[:, :, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil
 
 cdef void fill_rows(float[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n, float value) noexcept nogil

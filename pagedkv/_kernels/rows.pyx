@@ -173,9 +173,11 @@ cdef void copy_rows(
         memcpy(&store_rows[dst_row, 0], &store_rows[src_row, 0], n * store_rows.shape[1] * sizeof(float))
 
 
-cdef void put_row(float[:, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil:
-    """store_rows[row] = src[0 : width]."""
-    memcpy(&store_rows[row, 0], src, store_rows.shape[1] * sizeof(float))
+cdef void put_step(float[:, :, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil:
+    """store_rows[layer, row] = src[layer], for every layer."""
+    cdef Py_ssize_t layer, width = store_rows.shape[2]
+    for layer in range(store_rows.shape[0]):
+        memcpy(&store_rows[layer, row, 0], src + layer * width, width * sizeof(float))
 
 
 cdef void fill_rows(float[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n, float value) noexcept nogil:
