@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, settings
 
 import pagedkv
 
-# A move of the state machine is one rule and the comparison of everything after it.
+# An example of the state machine is up to 50 moves, each followed by the comparison of all that can be seen.
+# test_model.py walks as well, in proportion to max_examples: "ci" makes above 10**5 moves in all, "long" 10**6.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("default", max_examples=100, stateful_step_count=50, **_common)
-settings.register_profile("quick", max_examples=20, stateful_step_count=30, **_common)
-settings.register_profile("long", max_examples=5000, stateful_step_count=200, **_common)
+for _name, _max_examples in (("quick", 50), ("default", 250), ("ci", 1000), ("long", 10_000)):
+    settings.register_profile(_name, max_examples=_max_examples, stateful_step_count=50, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

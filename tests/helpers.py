@@ -1,6 +1,10 @@
 """What many tests use: rows to write, snapshots to compare, and what must be true of every error."""
 
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,11 +20,6 @@ def rows(*shape):
     return np.array(values, np.float32).reshape(shape)
 
 
-def bits(array):
-    """The bytes of an array, in which one NaN differs from another."""
-    return np.ascontiguousarray(array).view(np.uint32).tolist()
-
-
 def assert_same_bits(got, expected):
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
@@ -30,9 +29,7 @@ def assert_same_bits(got, expected):
 def store_rows(store, cache, layer=0):
     """A sequence's readable K and V, read one row at a time through its block table."""
     table = cache.block_table.tolist()
-    places = [
-        (table[p // store.block_size], p % store.block_size) for p in range(cache.first_position, cache.seq_len)
-    ]
+    places = [(table[p // store.block_size], p % store.block_size) for p in range(cache.first_position, cache.seq_len)]
     k = [store.k_row(block, offset, layer) for block, offset in places]
     v = [store.v_row(block, offset, layer) for block, offset in places]
     return (
@@ -47,6 +44,20 @@ def append(store, cache, n):
     v = rows(store.n_layers, n, store.v_width)
     cache.append_contiguous(store, k, v, n)
     return k, v
+
+
+def assert_rows(store, cache, k, v):
+    """The readable positions of all layers are these ``[n_layers, n, width]``."""
+    for layer in range(store.n_layers):
+        got_k, got_v = store_rows(store, cache, layer)
+        assert_same_bits(got_k, k[layer])
+        assert_same_bits(got_v, v[layer])
+
+
+def step_of(store):
+    """One position's K and V, in the shape that push takes."""
+    shape = () if store.n_layers == 1 else (store.n_layers,)
+    return rows(*shape, store.k_width), rows(*shape, store.v_width)
 
 
 def store_state(store):
@@ -93,3 +104,18 @@ def refused(error, argument, store, *caches):
             yield caught
     assert type(caught.value) is error, f"{type(caught.value).__name__}: {caught.value}"
     assert argument in str(caught.value), f"{argument!r} is not named: {caught.value}"
+
+
+def run_python(code, timeout=60, **environment):
+    """Run code in an interpreter of its own, which has to end well; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+        cwd=os.path.dirname(__file__),  # not where a pagedkv beside the tests would be found first
+        check=False,
+    )
+    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout

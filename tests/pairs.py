@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import reference
+from helpers import assert_same_bits
 
 import pagedkv
-from helpers import assert_same_bits
 
 _ERRORS = {reference.StoreShort: pagedkv.PagedStoreExhausted, reference.PoolShort: pagedkv.KvPoolExhausted}
 
@@ -132,12 +132,9 @@ def compare_cache(cache, books):
 
 def compare_block(store, block_id, block):
     """Every row that was written and not lost, in every layer, byte by byte."""
-    written = [offset for offset, row in enumerate(block.rows) if row is not None]
-    if not written:
-        return
     for layer in range(store.n_layers):
-        assert_same_bits(store.k_block(block_id, layer)[written], np.stack([block.rows[i][0][layer] for i in written]))
-        assert_same_bits(store.v_block(block_id, layer)[written], np.stack([block.rows[i][1][layer] for i in written]))
+        assert_same_bits(store.k_block(block_id, layer)[block.written], block.k[layer][block.written])
+        assert_same_bits(store.v_block(block_id, layer)[block.written], block.v[layer][block.written])
 
 
 def compare_contiguous(real, rows, layer=0):

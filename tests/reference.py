@@ -32,16 +32,27 @@ class PoolShort(Exception):
 
 
 class Block:
-    """``rows[offset]`` is one position's ``(k, v)`` in all layers, or None where nothing was written."""
+    """Rows of K and V, ``[n_layers, block_size, width]``, and which of them were written."""
 
-    def __init__(self, block_size):
-        self.rows = [None] * block_size
+    def __init__(self, store):
+        self.k = np.zeros((store.n_layers, store.block_size, store.k_width), np.float32)
+        self.v = np.zeros((store.n_layers, store.block_size, store.v_width), np.float32)
+        self.written = np.zeros(store.block_size, bool)
         self.holders = 1
 
-    def copy_of_first(self, n_rows):
-        copy = Block(len(self.rows))
-        copy.rows[:n_rows] = self.rows[:n_rows]
-        return copy
+    def copy_first(self, n_rows, source):
+        for mine, other in ((self.k, source.k), (self.v, source.v)):
+            mine[:, :n_rows] = other[:, :n_rows]
+        self.written[:n_rows] = source.written[:n_rows]
+
+    def write(self, offset, k, v):
+        self.k[:, offset] = k
+        self.v[:, offset] = v
+        self.written[offset] = True
+
+    def row(self, offset):
+        assert self.written[offset], "a row that was never written is read"
+        return self.k[:, offset], self.v[:, offset]
 
 
 class Store:
@@ -59,18 +70,13 @@ class Store:
 
     def acquire(self, n=1):
         self.refuse_more_than_free(n, can_ever_fit=n <= self.total_blocks)
-        blocks = [Block(self.block_size) for _ in range(n)]
+        blocks = [Block(self) for _ in range(n)]
         self.held.update(blocks)
         return blocks
 
     def refuse_more_than_free(self, needed, can_ever_fit):
         if needed > self.free_block_count:
             raise StoreShort(needed, self.free_block_count, self.total_blocks, can_ever_fit)
-
-    def hold(self, block):
-        """A block that was made as a copy of another enters the books."""
-        self.held.add(block)
-        return block
 
     def retain(self, blocks):
         if any(block not in self.held for block in blocks):
@@ -93,7 +99,7 @@ class Store:
             return
         if target.holders > 1:
             raise ValueError("a shared block is never written")
-        target.rows = list(source.rows)
+        target.copy_first(self.block_size, source)
 
 
 class Growth:
@@ -105,8 +111,9 @@ class Growth:
         self.replaced = []
         for index in cache.shared_indices(store, n_new):
             old = self.table[index]
+            [self.table[index]] = store.acquire(1)
             n_rows = max(0, cache.seq_len - index * store.block_size)  # none where the block was only reserved
-            self.table[index] = store.hold(old.copy_of_first(n_rows))
+            self.table[index].copy_first(n_rows, old)
             self.taken.append(self.table[index])
             self.replaced.append(old)
         for _ in range(cache.n_missing(store, n_new)):
@@ -143,7 +150,7 @@ class Cache:
     def rows(self):
         """The ``(k, v)`` of every position that can be read."""
         size = self.block_size
-        return [self.table[p // size].rows[p % size] for p in range(self.first_position, self.seq_len)]
+        return [self.table[p // size].row(p % size) for p in range(self.first_position, self.seq_len)]
 
     # --- growing ---
 
@@ -158,7 +165,7 @@ class Cache:
         self.grow(store, n)
         for i in range(n):
             p = self.seq_len + i
-            self.table[p // store.block_size].rows[p % store.block_size] = (k[:, i].copy(), v[:, i].copy())
+            self.table[p // store.block_size].write(p % store.block_size, k[:, i], v[:, i])
         self.seq_len += n
         self.settle()
 
@@ -315,6 +322,9 @@ class Step:
         self.store.refuse_more_than_free(needed, self.blocks_when_alone() <= self.store.total_blocks)
         self.growths = [Growth(cache, self.store, n) for cache, n in self.batch()]
         self.lock(True)
+        for (cache, n), growth in zip(self.batch(), self.growths, strict=True):
+            for p in range(cache.seq_len, cache.seq_len + n):  # cut rows that a step may overwrite are lost
+                growth.table[p // self.store.block_size].written[p % self.store.block_size] = False
 
     def batch(self):
         return zip(self.caches, self.query_lens, strict=True)
