@@ -1,1 +1,28 @@
-"""A paged KV cache for LLM inference on CPU."""
+"""A paged KV cache for LLM inference on CPU.
+
+Keys and values of many sequences live in shared fixed-size blocks (`PagedKvStore`); a sequence is
+a block table and a length (`PagedKvCache`). `paged_attention` attends straight through the tables,
+and `Step` makes one forward pass of a batch a transaction.
+"""
+
+from pagedkv.contiguous import KvBlockPool, KvCache
+from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
+from pagedkv.sequence import PagedKvCache
+from pagedkv.stats import StoreStats
+from pagedkv.store import PagedKvStore
+from pagedkv.threads import get_num_threads, set_num_threads
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KvBlockPool",
+    "KvCache",
+    "KvPoolExhausted",
+    "PagedKvCache",
+    "PagedKvError",
+    "PagedKvStore",
+    "PagedStoreExhausted",
+    "StoreStats",
+    "get_num_threads",
+    "set_num_threads",
+]

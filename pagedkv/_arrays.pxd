@@ -1,0 +1,33 @@
+# What the caller gave, turned into checked pointers and numbers. See _arrays.pyx.
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t
+
+# A whole number in [low, high]; TypeError or ValueError names it.
+cdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
+# An index in [0, n); TypeError or IndexError names it.
+cdef Py_ssize_t as_index(object value, str name, Py_ssize_t n) except -1
+# A number of threads, 1 to 256.
+cpdef int as_thread_count(object value, str name) except -1
+
+# Native float32 rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that,
+# in any of the spellings that as_rows documents.
+cdef cnp.ndarray as_rows(
+    object array, str name, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim)
+# The same for one row a layer, with no count axis.
+cdef cnp.ndarray as_step(
+    object array, str name, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim)
+# Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length).
+cdef cnp.ndarray as_float32(object array, str name, tuple shape)
+
+# Block ids as a C-contiguous int32 array of its own, each in [0, total).
+cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total)
+
+cdef cnp.ndarray empty_ids(Py_ssize_t n)
+cdef cnp.ndarray empty_slots(Py_ssize_t n)
+
+# An aligned, uninitialised float32 array; MemoryError where it can't be had. Untouched pages cost nothing.
+cdef cnp.ndarray empty_rows(tuple shape)
+
+# "float64 [512]", "None", "str": how an error names what came.
+cdef str describe(object value)

@@ -1,0 +1,186 @@
+/* A small pool of helper threads, shared by every kernel of the process.
+ *
+ * A caller takes part in its own work and borrows helpers that are idle. Nothing is queued: a call
+ * that finds no helper does all the work itself, so calls never wait for each other, and the number
+ * of running threads stays near the limit however many threads call at once.
+ *
+ * Who may write a helper's `state`:
+ *
+ *     EMPTY ----caller----> CLAIMED --caller--> RUNNING --helper--> DONE --caller--> IDLE
+ *                              ^                                                     |  |
+ *                              +-----------------------caller-----------------------+  |
+ *                              +--------caller--------- ASLEEP <-------helper----------+
+ *
+ * From CLAIMED until it puts IDLE back, the helper belongs to the one caller that claimed it.
+ *
+ * Threads and locks are CPython's portable ones (they need no interpreter state), so the pool is the
+ * same on every platform. A forked child has none of its parent's threads: it forgets the pool and
+ * starts anew.
+ */
+#ifndef PAGEDKV_POOL_H
+#define PAGEDKV_POOL_H
+
+#include <Python.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#ifndef _WIN32
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#define pool_relax() _mm_pause()
+#elif defined(__aarch64__) && defined(__GNUC__)
+#define pool_relax() __asm__ __volatile__("yield")
+#else
+#define pool_relax() ((void)0)
+#endif
+
+#define POOL_MAX_HELPERS 255
+/* About 20 us: long enough to bridge the gap between two layers' kernels, short enough to leave the
+ * core to whoever computes the rest of the layer. */
+#define POOL_SPINS 4000
+
+typedef void (*pool_task)(void *context, Py_ssize_t index);
+
+enum { POOL_EMPTY = 0, POOL_CLAIMED, POOL_RUNNING, POOL_DONE, POOL_IDLE, POOL_ASLEEP };
+
+typedef struct {
+    pool_task task;
+    void *context;
+    Py_ssize_t n_tasks;
+    _Atomic Py_ssize_t next; /* the first task that nobody has claimed */
+} pool_job;
+
+typedef struct {
+    atomic_int state;
+    pool_job *job;            /* written by the caller between CLAIMED and RUNNING */
+    PyThread_type_lock wake;  /* locked, but for the moment in which a sleeper is called */
+} pool_helper;
+
+static pool_helper pool_helpers[POOL_MAX_HELPERS];
+static atomic_int pool_limit = 1;   /* threads that may compute at once when a call names no number */
+static atomic_int pool_running = 0; /* callers and helpers that compute now */
+
+static void pool_work(pool_job *job) {
+    for (;;) {
+        Py_ssize_t index = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+        if (index >= job->n_tasks)
+            return;
+        job->task(job->context, index);
+    }
+}
+
+static void pool_helper_main(void *arg) {
+    pool_helper *self = (pool_helper *)arg;
+    for (;;) { /* RUNNING here: the caller has set a job */
+        pool_work(self->job);
+        atomic_store_explicit(&self->state, POOL_DONE, memory_order_release);
+        int spins = 0;
+        while (atomic_load_explicit(&self->state, memory_order_acquire) != POOL_RUNNING) {
+            if (++spins < POOL_SPINS) {
+                pool_relax();
+                continue;
+            }
+            int idle = POOL_IDLE;
+            if (atomic_compare_exchange_strong(&self->state, &idle, POOL_ASLEEP)) {
+                PyThread_acquire_lock(self->wake, WAIT_LOCK); /* until a caller has set RUNNING */
+            } else {
+                pool_relax(); /* DONE, not yet collected, or CLAIMED, about to run */
+            }
+        }
+    }
+}
+
+/* Sets one idle helper, or a new one, to work on the job; NULL if there is none. */
+static pool_helper *pool_borrow(pool_job *job, int *cursor) {
+    for (; *cursor < POOL_MAX_HELPERS; ++*cursor) {
+        pool_helper *helper = &pool_helpers[*cursor];
+        int seen = atomic_load_explicit(&helper->state, memory_order_relaxed);
+        if (seen != POOL_EMPTY && seen != POOL_IDLE && seen != POOL_ASLEEP)
+            continue;
+        if (!atomic_compare_exchange_strong(&helper->state, &seen, POOL_CLAIMED))
+            continue;
+        ++*cursor;
+        helper->job = job;
+        if (seen == POOL_EMPTY && helper->wake == NULL) {
+            helper->wake = PyThread_allocate_lock();
+            if (helper->wake != NULL)
+                PyThread_acquire_lock(helper->wake, NOWAIT_LOCK);
+        }
+        if (helper->wake == NULL) {
+            atomic_store(&helper->state, POOL_EMPTY);
+            return NULL;
+        }
+        atomic_store_explicit(&helper->state, POOL_RUNNING, memory_order_release);
+        if (seen == POOL_ASLEEP) {
+            PyThread_release_lock(helper->wake);
+        } else if (seen == POOL_EMPTY) {
+            if (PyThread_start_new_thread(pool_helper_main, helper) == PYTHREAD_INVALID_THREAD_ID) {
+                atomic_store(&helper->state, POOL_EMPTY);
+                return NULL;
+            }
+        }
+        return helper;
+    }
+    return NULL;
+}
+
+static void pool_collect(pool_helper *helper) {
+    int spins = 0;
+    while (atomic_load_explicit(&helper->state, memory_order_acquire) != POOL_DONE) {
+        pool_relax();
+#ifndef _WIN32
+        if (++spins >= POOL_SPINS)
+            sched_yield(); /* at most one task's time is left; do not starve its thread */
+#endif
+    }
+    (void)spins;
+    atomic_store_explicit(&helper->state, POOL_IDLE, memory_order_release);
+}
+
+/* task(context, i) for every i in [0, n_tasks), by at most n_threads threads; returns when all are done. */
+static void pool_run(pool_task task, void *context, Py_ssize_t n_tasks, int n_threads) {
+    pool_job job;
+    pool_helper *borrowed[POOL_MAX_HELPERS];
+    int n_borrowed = 0, cursor = 0;
+    int limit = atomic_load_explicit(&pool_limit, memory_order_relaxed);
+    if (limit < n_threads)
+        limit = n_threads; /* asked for by name */
+    if (n_threads > n_tasks)
+        n_threads = (int)n_tasks;
+    job.task = task;
+    job.context = context;
+    job.n_tasks = n_tasks;
+    atomic_init(&job.next, 0);
+    atomic_fetch_add(&pool_running, 1);
+    while (n_borrowed < n_threads - 1 && n_borrowed < POOL_MAX_HELPERS &&
+           atomic_load_explicit(&pool_running, memory_order_relaxed) < limit) {
+        pool_helper *helper = pool_borrow(&job, &cursor);
+        if (helper == NULL)
+            break;
+        atomic_fetch_add(&pool_running, 1);
+        borrowed[n_borrowed++] = helper;
+    }
+    pool_work(&job);
+    for (int i = 0; i < n_borrowed; ++i)
+        pool_collect(borrowed[i]);
+    atomic_fetch_sub(&pool_running, 1 + n_borrowed);
+}
+
+#ifndef _WIN32
+static void pool_forget(void) {
+    memset(pool_helpers, 0, sizeof pool_helpers); /* the parent's threads and locks are not ours */
+    atomic_store(&pool_running, 0);
+}
+#endif
+
+static void pool_start(void) {
+#ifndef _WIN32
+    pthread_atfork(NULL, NULL, pool_forget);
+#endif
+}
+
+#endif

@@ -1,0 +1,188 @@
+"""Byte moves between the rows of a store and contiguous rows, through a block table or a slot list.
+
+Every kernel trusts its arguments: tables and slots lie in the store, widths are equal, source and
+destination do not overlap. Neighbours in the store go as one copy. Amounts beyond what a cache
+keeps are split over threads and streamed past the caches.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy
+
+from pagedkv._kernels.parallel cimport parallel_for
+
+cdef extern from "stream.h" nogil:
+    void stream_bytes(char* dst, const char* src, size_t n)
+    void stream_fence()
+
+# From this many bytes on, a move streams: well above a core's L2, where the copy would otherwise
+# push out what the next kernel wants.
+cdef enum:
+    STREAM_FROM = 2 << 20
+    TASK_BYTES = 512 << 10
+
+
+# Positions [start, start + n) of a sequence on one side, n contiguous rows on the other.
+cdef struct Move:
+    char* rows                  # row 0 of block 0
+    char* linear                # the row of position `start`
+    const int32_t* table
+    Py_ssize_t block_size
+    Py_ssize_t row_bytes
+    Py_ssize_t start
+    Py_ssize_t n
+    Py_ssize_t rows_per_task
+    bint gather                 # rows -> linear; otherwise linear -> rows
+    bint stream
+
+
+cdef inline void move_bytes(char* dst, const char* src, Py_ssize_t n, bint stream) noexcept nogil:
+    if stream:
+        stream_bytes(dst, src, n)
+    else:
+        memcpy(dst, src, n)
+
+
+cdef void move_positions(void* context, Py_ssize_t index) noexcept nogil:
+    """Task `index` of a Move: its rows_per_task positions, a run of neighbouring blocks at a time."""
+    cdef Move* move = <Move*>context
+    cdef Py_ssize_t block_size = move.block_size
+    cdef Py_ssize_t position = move.start + index * move.rows_per_task
+    cdef Py_ssize_t end = min(position + move.rows_per_task, move.start + move.n)
+    cdef char* linear = move.linear + (position - move.start) * move.row_bytes
+    cdef Py_ssize_t block, run_end, n_bytes
+    cdef char* rows
+    while position < end:
+        block = position // block_size
+        rows = move.rows + (move.table[block] * block_size + position % block_size) * move.row_bytes
+        run_end = (block + 1) * block_size
+        while run_end < end and move.table[block + 1] == move.table[block] + 1:
+            block += 1
+            run_end += block_size
+        run_end = min(run_end, end)
+        n_bytes = (run_end - position) * move.row_bytes
+        if move.gather:
+            move_bytes(linear, rows, n_bytes, move.stream)
+        else:
+            move_bytes(rows, linear, n_bytes, move.stream)
+        linear += n_bytes
+        position = run_end
+    if move.stream:
+        stream_fence()
+
+
+cdef void run_move(Move* move, int n_threads) noexcept nogil:
+    move.stream = move.n * move.row_bytes >= STREAM_FROM
+    # Whole blocks a task, so that no two tasks write into one cache line of the store.
+    move.rows_per_task = max(1, TASK_BYTES // (move.row_bytes * move.block_size)) * move.block_size
+    if not move.stream or n_threads == 1:
+        move.rows_per_task = move.n
+    cdef Py_ssize_t n_tasks = (move.n + move.rows_per_task - 1) // move.rows_per_task
+    parallel_for(move_positions, move, n_tasks, n_threads)
+
+
+cdef void gather_blocks(
+        float[:, ::1] dst, const float[:, ::1] store_rows, const int32_t[::1] table,
+        Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil:
+    """dst[p] = row of position p, for p in [0, n)."""
+    cdef Move move
+    if n == 0:
+        return
+    move.rows = <char*>&store_rows[0, 0]
+    move.linear = <char*>&dst[0, 0]
+    move.table = &table[0]
+    move.block_size = block_size
+    move.row_bytes = store_rows.shape[1] * sizeof(float)
+    move.start = 0
+    move.n = n
+    move.gather = True
+    run_move(&move, n_threads)
+
+
+cdef void append_rows(
+        float[:, ::1] store_rows, const float[:, ::1] src, const int32_t[::1] table,
+        Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
+    """Row of position start + i = src[i], for i in [0, n)."""
+    cdef Move move
+    if n == 0:
+        return
+    move.rows = <char*>&store_rows[0, 0]
+    move.linear = <char*>&src[0, 0]
+    move.table = &table[0]
+    move.block_size = block_size
+    move.row_bytes = store_rows.shape[1] * sizeof(float)
+    move.start = start
+    move.n = n
+    move.gather = False
+    run_move(&move, n_threads)
+
+
+# One source row for each slot (a row number of the store).
+cdef struct Scatter:
+    char* rows
+    const char* src
+    const int64_t* slots
+    Py_ssize_t row_bytes
+    Py_ssize_t n
+    Py_ssize_t rows_per_task
+    bint stream
+
+
+cdef void scatter_slots(void* context, Py_ssize_t index) noexcept nogil:
+    """Task `index` of a Scatter: its rows_per_task slots, a run of neighbouring slots at a time."""
+    cdef Scatter* scatter = <Scatter*>context
+    cdef Py_ssize_t i = index * scatter.rows_per_task
+    cdef Py_ssize_t end = min(i + scatter.rows_per_task, scatter.n)
+    cdef Py_ssize_t first
+    while i < end:
+        first = i
+        i += 1
+        while i < end and scatter.slots[i] == scatter.slots[i - 1] + 1:
+            i += 1
+        move_bytes(
+            scatter.rows + scatter.slots[first] * scatter.row_bytes,
+            scatter.src + first * scatter.row_bytes,
+            (i - first) * scatter.row_bytes, scatter.stream)
+    if scatter.stream:
+        stream_fence()
+
+
+cdef void scatter_rows(
+        float[:, ::1] store_rows, const float[:, ::1] src, const int64_t[::1] slots,
+        Py_ssize_t n, int n_threads) noexcept nogil:
+    """store_rows[slots[i]] = src[i], for i in [0, n); no slot occurs twice."""
+    cdef Scatter scatter
+    if n == 0:
+        return
+    scatter.rows = <char*>&store_rows[0, 0]
+    scatter.src = <const char*>&src[0, 0]
+    scatter.slots = &slots[0]
+    scatter.row_bytes = store_rows.shape[1] * sizeof(float)
+    scatter.n = n
+    scatter.stream = n * scatter.row_bytes >= STREAM_FROM
+    scatter.rows_per_task = n
+    if scatter.stream:
+        scatter.rows_per_task = max(1, TASK_BYTES // scatter.row_bytes)
+    parallel_for(
+        scatter_slots, &scatter, (n + scatter.rows_per_task - 1) // scatter.rows_per_task, n_threads)
+
+
+cdef void copy_rows(
+        float[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil:
+    """store_rows[dst_row + i] = store_rows[src_row + i], for i in [0, n)."""
+    if n > 0:
+        memcpy(&store_rows[dst_row, 0], &store_rows[src_row, 0], n * store_rows.shape[1] * sizeof(float))
+
+
+cdef void put_step(float[:, :, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil:
+    """store_rows[layer, row] = src[layer], for every layer."""
+    cdef Py_ssize_t layer, width = store_rows.shape[2]
+    for layer in range(store_rows.shape[0]):
+        memcpy(&store_rows[layer, row, 0], src + layer * width, width * sizeof(float))
+
+
+cdef void fill_rows(float[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n, float value) noexcept nogil:
+    """store_rows[row + i] = value, for i in [0, n)."""
+    cdef Py_ssize_t i, j
+    for i in range(row, row + n):
+        for j in range(store_rows.shape[1]):
+            store_rows[i, j] = value

@@ -1,0 +1,130 @@
+"""Block ids, who holds them, and which are free. Integers only: no bytes, no Python objects.
+
+    counts     1  2  0  1  0  0 | 0  0  0  0        holders of block 0, 1, 2 ...
+    returned   [4, 5, 2]  ^ top                     free, held before: taken first, last in first out
+    fresh                         6  7  8  9        free, never held: taken in ascending order
+
+Blocks that were held before go first, since their pages exist and may still be in a cache; memory
+that no sequence ever needed is never touched. A list that comes back is stacked so that it is
+handed out again in its own order: neighbouring blocks stay neighbours, and are copied as one.
+
+Every change is one critical section with no Python object made in it, so it is atomic with the GIL
+and without.
+"""
+
+cimport cython
+from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdlib cimport calloc, free, malloc
+
+
+cdef class BlockAllocator:
+    """Counts holders of the blocks ``0 .. total - 1``."""
+
+    def __cinit__(self, Py_ssize_t total):
+        self.total = total
+        self.n_fresh = total
+        # Untouched memory: a large store costs what it uses.
+        self.counts = <int32_t*>calloc(max(total, 1), sizeof(int32_t))
+        self.returned = <int32_t*>malloc(max(total, 1) * sizeof(int32_t))
+        if self.counts is NULL or self.returned is NULL:
+            raise MemoryError(f"cannot allocate the counts of {total} blocks")
+
+    def __dealloc__(self):
+        free(self.counts)
+        free(self.returned)
+
+    cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept:
+        """Write n free block ids, each now held once; False, with nothing changed, if there are fewer."""
+        cdef Py_ssize_t i, n_old, fresh, held
+        cdef bint enough
+        with cython.critical_section(self):
+            enough = n <= self.n_free()
+            if enough:
+                n_old = min(n, self.n_returned)
+                for i in range(n_old):
+                    ids[i] = self.returned[self.n_returned - 1 - i]
+                self.n_returned -= n_old
+                fresh = self.total - self.n_fresh
+                for i in range(n_old, n):
+                    ids[i] = <int32_t>(fresh + i - n_old)
+                self.n_fresh -= n - n_old
+                for i in range(n):
+                    self.counts[ids[i]] = 1
+                self.acquired += n
+                held = self.total - self.n_free()
+                self.peak_held = max(self.peak_held, held)
+            else:
+                self.exhaustions += 1
+        return enough
+
+    cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """One more holder for each id; -1, or the place of the first that cannot have one, and no change."""
+        cdef Py_ssize_t i, bad = -1
+        with cython.critical_section(self):
+            for i in range(n):
+                if self.counts[ids[i]] == 0 or self.counts[ids[i]] == INT32_MAX:
+                    bad = i
+                    break
+                self.counts[ids[i]] += 1
+            if bad >= 0:
+                for i in range(bad):
+                    self.counts[ids[i]] -= 1
+        return bad
+
+    cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """One holder less for each id; -1, or the place of one that nobody holds, and no change."""
+        cdef Py_ssize_t i, j, top, bad = -1
+        with cython.critical_section(self):
+            top = self.n_returned
+            for i in range(n - 1, -1, -1):
+                if self.counts[ids[i]] == 0:
+                    bad = i
+                    break
+                self.counts[ids[i]] -= 1
+                if self.counts[ids[i]] == 0:
+                    self.returned[self.n_returned] = ids[i]
+                    self.n_returned += 1
+            if bad >= 0:
+                self.n_returned = top
+                for j in range(bad + 1, n):
+                    self.counts[ids[j]] += 1
+            else:
+                self.released += self.n_returned - top
+        return bad
+
+    cdef Py_ssize_t find_unheld(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """What give_back would return; nothing is changed."""
+        cdef Py_ssize_t i, j, bad = -1
+        with cython.critical_section(self):
+            for i in range(n - 1, -1, -1):
+                if self.counts[ids[i]] == 0:
+                    bad = i
+                    break
+                self.counts[ids[i]] -= 1
+            for j in range(bad + 1, n):
+                self.counts[ids[j]] += 1
+        return bad
+
+    cdef str fault(self):
+        """What is wrong with the counts and the free blocks, or None. Walks over every block."""
+        cdef Py_ssize_t i, n_zero = 0
+        cdef Py_ssize_t fresh = self.total - self.n_fresh
+        seen = set()
+        for i in range(self.n_returned):
+            if not 0 <= self.returned[i] < fresh:
+                return f"free list holds {self.returned[i]}, not an id of a block that was ever held"
+            if self.returned[i] in seen:
+                return f"block {self.returned[i]} is twice in the free list"
+            if self.counts[self.returned[i]] != 0:
+                return f"block {self.returned[i]} is in the free list with {self.counts[self.returned[i]]} holders"
+            seen.add(self.returned[i])
+        for i in range(self.total):
+            if self.counts[i] < 0:
+                return f"block {i} has {self.counts[i]} holders"
+            if self.counts[i] == 0:
+                n_zero += 1
+            elif i >= fresh:
+                return f"block {i} was never handed out and has {self.counts[i]} holders"
+        if n_zero != self.n_free():
+            return f"{n_zero} blocks have no holder, {self.n_free()} are free"
+        return None

@@ -1,0 +1,600 @@
+"""PagedKvCache: one sequence's block table and length.
+
+    table    [ -1 | -1 |  7 |  3 |  9 | 12 ]        n_blocks = 6, n_dropped = 2
+               dropped   read......  ^   ^
+                                     |   reserved: held, past the length
+                                     tail: part-full
+
+A cache holds one reference to every block its table names. Changes follow one order: check, take
+blocks, move bytes, commit; whatever can raise does so before the first change.
+"""
+
+cimport cython
+from libc.stdint cimport INT32_MAX, int32_t
+from libc.string cimport memcpy
+
+from pagedkv._arrays cimport as_ids, as_rows, as_size, as_index, as_step, describe, empty_ids
+from pagedkv._kernels.parallel cimport resolve_threads
+from pagedkv._kernels.rows cimport append_rows, gather_blocks, put_step
+from pagedkv.contiguous cimport KvCache
+from pagedkv.store cimport PagedKvStore
+cimport numpy as cnp
+
+import numpy as np
+
+from pagedkv.errors import PagedStoreExhausted
+
+cdef Py_ssize_t MAX_POSITIONS = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
+# Below this, releasing the GIL costs more than the copy it would let others overlap with.
+cdef Py_ssize_t NOGIL_FROM = 64 << 10
+
+
+@cython.no_gc_clear
+cdef class PagedKvCache:
+    """One sequence in a `PagedKvStore`: a block table and a length. Holds no K/V itself.
+
+    Every method that touches blocks takes the store as its first argument, which has to be the
+    same one for as long as the cache holds blocks. Garbage collection gives the blocks back, as
+    `release` does.
+
+    Notes
+    -----
+    Threads: a cache belongs to one thread at a time, its store to all of them. A method called
+    while a `Step` or an attention call is running on the cache raises RuntimeError and changes
+    nothing.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=4, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> cache = pagedkv.PagedKvCache()
+    >>> cache.push(store, np.ones(2, np.float32), np.zeros(2, np.float32))
+    >>> cache
+    PagedKvCache(seq_len=1, capacity=4, blocks=[0])
+    >>> cache.to_contiguous(store).k
+    array([[1., 1.]], dtype=float32)
+    """
+
+    def __init__(self):
+        pass
+
+    def __dealloc__(self):
+        if self.store is not None:
+            self.give_back_from(self.n_dropped)
+
+    # --- what it is ---
+
+    @property
+    def seq_len(self):
+        """Positions written so far."""
+        return self.length
+
+    @property
+    def capacity(self):
+        """Positions that fit into the blocks held, counted from position 0."""
+        return self.n_blocks * self.block_size
+
+    @property
+    def first_position(self):
+        """The first position that can still be read; above 0 after `drop_before`."""
+        return self.n_dropped * self.block_size
+
+    @property
+    def block_table(self):
+        """The block ids in order: a read-only int32 array ``[n_blocks]``, a snapshot.
+
+        Position ``p`` lives in row ``p % block_size`` of block ``block_table[p // block_size]``.
+        Blocks that `drop_before` gave back are -1.
+        """
+        cdef Py_ssize_t n = self.n_blocks
+        table = empty_ids(n)
+        with cython.critical_section(self):
+            n = min(n, self.n_blocks)
+            if n:
+                memcpy(cnp.PyArray_DATA(table), &self.table[0], n * sizeof(int32_t))
+        table = table[:n]
+        table.flags.writeable = False
+        return table
+
+    def __repr__(self):
+        blocks = self.block_table.tolist()
+        shown = ", ".join(map(str, blocks[:8])) + (", ..." if len(blocks) > 8 else "")
+        return f"{type(self).__name__}(seq_len={self.length}, capacity={self.capacity}, blocks=[{shown}])"
+
+    # --- growing ---
+
+    def push(self, PagedKvStore store not None, k_step, v_step):
+        """Append one position's key and value.
+
+        Parameters
+        ----------
+        store : PagedKvStore
+        k_step, v_step : array, float32
+            ``[width]`` or ``[n_kv_heads, head_dim]``; one row a layer, ``[n_layers, ...]``, where the
+            store has several layers.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            A block was needed and none was free. Nothing was changed.
+        TypeError, ValueError, RuntimeError
+            Rows of another dtype or shape; another store; in use by a running call.
+        """
+        cdef cnp.ndarray k = as_step(k_step, "k_step", store.n_layers, store.n_kv_heads, store.head_dim)
+        cdef cnp.ndarray v = as_step(v_step, "v_step", store.n_layers, store.n_kv_heads, store.v_head_dim)
+        cdef const float* k_rows = <const float*>cnp.PyArray_DATA(k)
+        cdef const float* v_rows = <const float*>cnp.PyArray_DATA(v)
+        cdef Py_ssize_t row
+        self.begin_write(store)
+        try:
+            self.prepare(store, 1)
+            row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
+            if store.step_bytes < NOGIL_FROM:
+                put_step(store.k, row, k_rows)
+                put_step(store.v, row, v_rows)
+            else:
+                with nogil:
+                    put_step(store.k, row, k_rows)
+                    put_step(store.v, row, v_rows)
+            self.length += 1
+        finally:
+            self.end_write()
+        if store.debug:
+            store.check((self,))
+
+    def append_contiguous(self, PagedKvStore store not None, k, v, count):
+        """Append ``count`` positions: the inverse of `to_contiguous`.
+
+        Parameters
+        ----------
+        store : PagedKvStore
+        k, v : array, float32
+            ``[count, width]`` or ``[count, n_kv_heads, head_dim]``, with a leading ``n_layers`` axis
+            where the store has several layers. Strided arrays are copied first.
+        count : int
+            Rows to append; all that ``k`` and ``v`` have.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            The blocks for all ``count`` positions are taken before the first row is written; if they
+            are not there, nothing was changed.
+        TypeError, ValueError, RuntimeError
+            As for `push`.
+        """
+        cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
+        cdef const float[:, :, ::1] k_rows = as_rows(k, "k", store.n_layers, n, store.n_kv_heads, store.head_dim)
+        cdef const float[:, :, ::1] v_rows = as_rows(v, "v", store.n_layers, n, store.n_kv_heads, store.v_head_dim)
+        cdef int n_threads = resolve_threads(0)
+        cdef Py_ssize_t layer
+        self.begin_write(store)
+        try:
+            if n:
+                self.prepare(store, n)
+                with nogil:
+                    for layer in range(store.n_layers):
+                        append_rows(store.k[layer], k_rows[layer], self.table,
+                                    self.block_size, self.length, n, n_threads)
+                        append_rows(store.v[layer], v_rows[layer], self.table,
+                                    self.block_size, self.length, n, n_threads)
+                self.length += n
+        finally:
+            self.end_write()
+        if store.debug:
+            store.check((self,))
+
+    def blocks_needed_for(self, PagedKvStore store not None, n_new):
+        """How many blocks appending ``n_new`` positions would take from the store.
+
+        Counted against the capacity held, so reserved blocks are not asked for twice; a block that
+        has to be copied before it is written, since others hold it too, counts as one.
+        """
+        cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
+        self.begin_read(store)
+        self.end_read()
+        return self.n_missing(store, n) + self.n_shared(store, n)
+
+    def reserve(self, PagedKvStore store not None, n_new):
+        """Take the blocks that ``n_new`` more positions need, without advancing ``seq_len``.
+
+        After it, pushes up to there cannot fail: a shared tail is copied now. Blocks that stay
+        unused belong to this cache until it releases.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            Nothing was changed.
+        """
+        cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
+        self.begin_write(store)
+        try:
+            self.prepare(store, n)
+        finally:
+            self.end_write()
+        if store.debug:
+            store.check((self,))
+
+    # --- starting on others' blocks ---
+
+    def adopt_blocks(self, block_table, seq_len, block_size, *, store=None):
+        """Start on blocks that the caller holds, with ``seq_len`` positions already computed in them.
+
+        This cache takes over one reference a block: the caller retains the blocks of a cached
+        prefix, and hands that reference on.
+
+        Parameters
+        ----------
+        block_table : list, tuple or integer array
+            Block ids in order; at least ``seq_len // block_size``, more are reserved blocks.
+        seq_len : int
+            A whole number of blocks: the next append must not write into a shared block.
+        block_size : int
+            That of the store.
+        store : PagedKvStore, optional
+            The blocks' store. Given, the ids are checked at once. Otherwise they are checked at the
+            first use with a store, and until then garbage collection has nobody to give them back to.
+
+        Raises
+        ------
+        ValueError
+            A ragged ``seq_len``, too short a table, a cache that holds blocks, an id nobody holds,
+            another block size. Nothing was changed, the references are still the caller's.
+        TypeError, IndexError
+            Not integers; an id out of range.
+        """
+        if store is not None and not isinstance(store, PagedKvStore):
+            raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+        cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_POSITIONS)
+        cdef Py_ssize_t n = as_size(seq_len, "seq_len", 0, MAX_POSITIONS)
+        cdef int32_t[::1] table = as_ids(block_table, "block_table", INT32_MAX)
+        if n % size:
+            raise ValueError(f"seq_len: expected a multiple of block_size {size}, got {n}")
+        if n // size > table.shape[0]:
+            raise ValueError(f"block_table: expected at least {n // size} ids for seq_len {n}, got {table.shape[0]}")
+        if table.shape[0] > MAX_POSITIONS // size:
+            raise ValueError(f"block_size: {table.shape[0]} blocks of {size} positions are more than can be counted")
+        self.lock_write()
+        try:
+            if self.n_blocks:
+                raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
+            if store is not None:
+                check_adopted(<PagedKvStore>store, table, table.shape[0], size)
+            self.table = table
+            self.n_blocks = table.shape[0]
+            self.block_size = size
+            self.length = n
+            if self.n_blocks:
+                self.store = store
+        finally:
+            self.end_write()
+
+    def clone(self):
+        """A second sequence with the same positions, which shares every block and costs none.
+
+        Either of the two copies a shared block before it first writes into it. Blocks that were
+        reserved past ``seq_len`` are not shared.
+
+        Raises
+        ------
+        RuntimeError
+            In use by a running call that writes; or the blocks were adopted and no store has been seen yet.
+        """
+        cls = type(self)
+        return self.share_into(cls.__new__(cls))
+
+    def clone_from(self, PagedKvCache source not None):
+        """Give back this cache's own blocks and become a clone of ``source``. See `clone`."""
+        if source is not self:
+            source.share_into(self)
+
+    def __copy__(self):
+        return self.clone()
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+    def __reduce__(self):
+        raise TypeError("PagedKvCache: cannot be pickled, it holds blocks of a store by id")
+
+    cdef PagedKvCache share_into(self, PagedKvCache other):
+        """Make `other` a second holder of this sequence's written blocks; it gives back its own."""
+        cdef Py_ssize_t n, bad = -1
+        if self.store is None and self.n_blocks:
+            raise RuntimeError("clone: the blocks were adopted and their store is not known yet; "
+                               "name it in adopt_blocks(..., store=store)")
+        self.begin_read(self.store)
+        try:
+            other.lock_write()
+            try:
+                n = blocks_for(self.length, self.block_size)
+                table = empty_ids(n)
+                if n:
+                    table[:] = np.asarray(self.table[:n])
+                if n > self.n_dropped:
+                    bad = self.store.blocks.retain(&self.table[self.n_dropped], n - self.n_dropped)
+                if bad >= 0:
+                    raise OverflowError("clone: a block has as many holders as can be counted")
+                if other.store is not None:
+                    other.give_back_from(other.n_dropped)
+                other.table = table
+                other.n_blocks = n
+                other.n_dropped = self.n_dropped
+                other.block_size = self.block_size
+                other.length = self.length
+                other.store = self.store
+            finally:
+                other.end_write()
+        finally:
+            self.end_read()
+        if other.store is not None:
+            other.store.after_change()
+        return other
+
+    # --- shrinking ---
+
+    def release(self, PagedKvStore store not None):
+        """Give every block back; the cache is empty again. A second time it does nothing.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            Another store; in use by a running call.
+        """
+        self.begin_write(store)
+        try:
+            self.give_back_from(self.n_dropped)
+            self.n_blocks = self.n_dropped = self.length = 0
+        finally:
+            self.end_write()
+        store.after_change()
+
+    def truncate(self, PagedKvStore store not None, new_len):
+        """Cut the sequence to ``new_len`` positions, and give back the blocks past them, reserved ones too.
+
+        Raises
+        ------
+        ValueError
+            ``new_len`` is above ``seq_len``, or lies before the first position that is still held.
+        RuntimeError
+            In use by a running call.
+        """
+        cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
+        self.begin_write(store)
+        try:
+            if not self.n_dropped * self.block_size <= n <= self.length:
+                raise ValueError(f"new_len: expected {self.first_position} to {self.length}, got {n}")
+            if self.n_blocks:
+                keep = max(blocks_for(n, self.block_size), self.n_dropped)
+                self.give_back_from(keep)
+                self.n_blocks = keep
+            self.length = n
+        finally:
+            self.end_write()
+        store.after_change()
+
+    def can_truncate_to(self, new_len):
+        """Whether `truncate` would take this length: one that is written and still held."""
+        cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
+        return self.n_dropped * self.block_size <= n <= self.length
+
+    def drop_before(self, PagedKvStore store not None, position):
+        """Give back the blocks that lie wholly before ``position``: what a sliding window has left behind.
+
+        ``first_position`` becomes the start of the block that holds ``position``. Positions before it
+        can never be read again: attention that would need them, `to_contiguous` and a truncation to
+        there are refused.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            ``position`` is above ``seq_len``; in use by a running call.
+        """
+        cdef Py_ssize_t p = as_size(position, "position", 0, MAX_POSITIONS)
+        cdef Py_ssize_t i, n
+        self.begin_write(store)
+        try:
+            if p > self.length:
+                raise ValueError(f"position: expected 0 to {self.length}, got {p}")
+            n = p // self.block_size if self.n_blocks else 0
+            if n > self.n_dropped:
+                store.give_back(&self.table[self.n_dropped], n - self.n_dropped)
+                for i in range(self.n_dropped, n):
+                    self.table[i] = -1
+                self.n_dropped = n
+        finally:
+            self.end_write()
+        store.after_change()
+
+    # --- reading ---
+
+    def to_contiguous(self, PagedKvStore store not None, *, layer=0, out=None):
+        """Copy the K/V of one layer out of the store.
+
+        Parameters
+        ----------
+        store : PagedKvStore
+        layer : int, optional
+        out : KvCache, optional
+            Is overwritten and returned: its buffers are used again. Views of it that were taken
+            before show the new rows, or keep the old ones if it had to grow.
+
+        Returns
+        -------
+        KvCache
+            ``seq_len`` positions: ``k`` ``[seq_len, k_width]``, ``v`` ``[seq_len, v_width]``.
+
+        Raises
+        ------
+        ValueError
+            Another store, an ``out`` of other widths, or positions that `drop_before` gave up.
+        IndexError, TypeError, RuntimeError
+            ``layer`` out of range; ``out`` is no KvCache; in use by a running call that writes.
+        """
+        cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+        cdef int n_threads = resolve_threads(0)
+        cdef KvCache target
+        cdef float[:, ::1] k, v
+        if out is None:
+            target = KvCache(store.n_kv_heads, store.head_dim, v_head_dim=store.v_head_dim)
+        elif not isinstance(out, KvCache):
+            raise TypeError(f"out: expected a KvCache, got {describe(out)}")
+        else:
+            target = <KvCache>out
+            target.check_heads(store.n_kv_heads, store.head_dim, store.v_head_dim)
+        self.begin_read(store)
+        try:
+            if self.n_dropped:
+                raise ValueError(f"to_contiguous: positions before {self.first_position} were dropped")
+            target.resize(self.length)
+            k = target.k_rows
+            v = target.v_rows
+            if self.length:
+                with nogil:
+                    gather_blocks(k, store.k[index], self.table, self.block_size, self.length, n_threads)
+                    gather_blocks(v, store.v[index], self.table, self.block_size, self.length, n_threads)
+        finally:
+            self.end_read()
+        return target
+
+    # --- the guard ---
+
+    cdef int lock_write(self) except -1:
+        cdef bint idle
+        with cython.critical_section(self):
+            idle = self.users == 0
+            if idle:
+                self.users = -1
+        if not idle:
+            raise RuntimeError("cache: in use by a running Step, attention or copy")
+        return 0
+
+    cdef int begin_write(self, PagedKvStore store) except -1:
+        self.lock_write()
+        if self.store is not store and self.n_blocks:
+            try:
+                self.bind(store)
+            except BaseException:
+                self.end_write()
+                raise
+        return 0
+
+    cdef void end_write(self) noexcept:
+        if self.n_blocks == 0 and self.store is not None:
+            self.store = None
+        with cython.critical_section(self):
+            self.users = 0
+
+    cdef int begin_read(self, PagedKvStore store) except -1:
+        cdef bint free
+        with cython.critical_section(self):
+            free = self.users >= 0
+            if free:
+                self.users += 1
+        if not free:
+            raise RuntimeError("cache: in use by a running Step, or a call that changes it")
+        if self.store is not store and self.n_blocks:
+            try:
+                self.bind(store)
+            except BaseException:
+                self.end_read()
+                raise
+        return 0
+
+    cdef void end_read(self) noexcept:
+        with cython.critical_section(self):
+            self.users -= 1
+
+    cdef int bind(self, PagedKvStore store) except -1:
+        """Tie adopted blocks to the first store they are used with."""
+        if self.store is not None:
+            raise ValueError("store: expected the store whose blocks this cache holds, got another")
+        check_adopted(store, self.table, self.n_blocks, self.block_size)
+        self.store = store
+        return 0
+
+    # --- the table ---
+
+    cdef Py_ssize_t n_missing(self, PagedKvStore store, Py_ssize_t n_new) noexcept:
+        cdef Py_ssize_t n = self.length + n_new - self.n_blocks * store.block_size
+        return blocks_for(n, store.block_size) if n > 0 else 0
+
+    cdef Py_ssize_t n_shared(self, PagedKvStore store, Py_ssize_t n_new) noexcept:
+        cdef Py_ssize_t i, n = 0, size = store.block_size
+        if n_new and self.length < self.n_blocks * size:
+            for i in range(self.length // size, min(self.n_blocks, blocks_for(self.length + n_new, size))):
+                n += store.blocks.counts[self.table[i]] > 1
+        return n
+
+    cdef int make_room(self, Py_ssize_t n_entries) except -1:
+        if self.table is not None and n_entries <= self.table.shape[0]:
+            return 0
+        larger = empty_ids(max(n_entries, 2 * self.n_blocks, 16))
+        if self.n_blocks:
+            larger[:self.n_blocks] = np.asarray(self.table[:self.n_blocks])
+        with cython.critical_section(self):
+            self.table = larger
+        return 0
+
+    cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1:
+        """Make the next n_new positions writable: take their blocks, copy those that others hold too. All or nothing."""
+        cdef Py_ssize_t n_missing = self.n_missing(store, n_new)
+        cdef Py_ssize_t n_shared = self.n_shared(store, n_new)
+        cdef Py_ssize_t n_taken = n_missing + n_shared
+        cdef Py_ssize_t kept = self.n_blocks - self.n_dropped - n_shared
+        if n_taken == 0:
+            return 0
+        if n_taken > store.blocks.total:  # more than a table should be made for
+            raise PagedStoreExhausted(n_taken, store.blocks.n_free(), store.blocks.total, kept)
+        self.make_room(self.n_blocks + n_taken)
+        store.take(&self.table[self.n_blocks], n_taken, kept)
+        self.store = store
+        self.block_size = store.block_size
+        self.n_blocks += n_missing
+        if n_shared:
+            self.copy_shared(n_missing, n_shared)
+        return 0
+
+    cdef int copy_shared(self, Py_ssize_t n_missing, Py_ssize_t n_copies) except -1:
+        """Replace the shared blocks from the length on by the copies that wait behind the table's end."""
+        cdef PagedKvStore store = self.store
+        cdef Py_ssize_t copy = self.n_blocks, end = self.n_blocks + n_copies, size = self.block_size
+        cdef Py_ssize_t i
+        cdef int32_t old
+        for i in range(self.length // size, self.n_blocks - n_missing):
+            old = self.table[i]
+            if copy < end and store.blocks.counts[old] > 1:
+                store.copy_block_rows(self.table[copy], old, min(max(self.length - i * size, 0), size))
+                self.table[i] = self.table[copy]
+                store.give_back(&old, 1)
+                store.copies_on_write += 1
+                copy += 1
+        if copy < end:  # another holder let go meanwhile
+            store.give_back(&self.table[copy], end - copy)
+        return 0
+
+    cdef int give_back_from(self, Py_ssize_t first) except -1:
+        """Give back the blocks of the entries [first, n_blocks)."""
+        if first < self.n_blocks:
+            self.store.give_back(&self.table[first], self.n_blocks - first)
+        return 0
+
+
+cdef inline Py_ssize_t blocks_for(Py_ssize_t n_positions, Py_ssize_t block_size) noexcept:
+    """Blocks that hold so many positions; 0 for none, whatever the block size."""
+    return (n_positions + block_size - 1) // block_size if n_positions else 0
+
+
+cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
+    cdef Py_ssize_t i
+    if block_size != store.block_size:
+        raise ValueError(f"block_size: expected {store.block_size}, the store's, got {block_size}")
+    for i in range(n):
+        if table[i] >= store.blocks.total:
+            raise IndexError(f"block_table: expected ids from 0 to {store.blocks.total - 1}, got {table[i]}")
+        if store.blocks.counts[table[i]] == 0:
+            raise ValueError(f"block_table: expected blocks that someone holds, got {table[i]}, which is free")
+    return 0
+
+
+cdef extern from "Python.h":
+    const Py_ssize_t PY_SSIZE_T_MAX

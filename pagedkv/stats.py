@@ -1,0 +1,19 @@
+"""Snapshots of counters: plain values, taken in one go, that stay as they were."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StoreStats(NamedTuple):
+    """What ``PagedKvStore.stats()`` returns. Counts of blocks, but for the bytes; counters run since construction."""
+
+    total_blocks: int
+    free_blocks: int
+    held_blocks: int
+    peak_held_blocks: int
+    blocks_acquired: int
+    blocks_released: int
+    copies_on_write: int
+    exhaustions: int
+    nbytes: int

@@ -1,0 +1,434 @@
+"""Step: one forward pass of a batch as a transaction.
+
+While a step is open its caches are held by their guards, and what it took is out of sight:
+
+    cache.table   [  7 |  3 |  9 | 12 | 15 ]      7, 3, 9: the cache's; 12, 15: taken by the step,
+                               ^ n_blocks          past the end of the table
+
+Committing moves the ends and the lengths, which cannot fail; rolling back gives the blocks back. A
+block that others hold too is replaced by its copy in a private table, which the step reads and
+writes through, and in the cache's own table only when it commits.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport calloc, free
+
+from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, describe, empty_ids, empty_slots
+from pagedkv._kernels.attend cimport KvView, QuerySpan
+from pagedkv._kernels.parallel cimport resolve_threads
+from pagedkv._kernels.rows cimport scatter_rows
+from pagedkv.attention cimport attend_rows, view_layer
+from pagedkv.sequence cimport PagedKvCache
+from pagedkv.store cimport PagedKvStore
+
+import numpy as np
+
+from pagedkv.errors import PagedStoreExhausted
+
+cdef Py_ssize_t MAX_ROWS = 1 << 40
+
+cdef enum State:
+    READY, OPEN, COMMITTED, ROLLED_BACK
+
+
+# What the step does to one cache's table.
+cdef struct Change:
+    Py_ssize_t n_missing        # blocks taken for positions past the capacity
+    Py_ssize_t n_copies         # blocks taken to copy those that others hold too
+    Py_ssize_t n_copied         # and how many were needed: another holder may let go meanwhile
+    Py_ssize_t first_taken      # where its blocks start in `taken`: copies first
+    int32_t* private_table      # NULL where nothing is copied
+
+
+@cython.no_gc_clear
+cdef class Step:
+    """One forward pass of a batch: every sequence grows by its query length, or none does.
+
+    Entering the ``with`` block takes the blocks for all new positions, or raises having changed
+    nothing. Inside, each layer is written and attended. Leaving it commits: every ``seq_len`` grows
+    by its query length. An exception, or a layer that was not written, rolls everything back.
+
+    Parameters
+    ----------
+    store : PagedKvStore
+    caches : sequence of PagedKvCache
+        The batch, in the order of its rows; each cache once.
+    query_lens : int or sequence of int, optional
+        New positions of each sequence, 0 or more; one number stands for all.
+    n_threads : int, optional
+        Threads for the kernels; `get_num_threads()` without it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        From the constructor: no caches, lengths that do not match, the same cache twice.
+    PagedStoreExhausted
+        On entering: the store has too few free blocks. Nothing was changed.
+    ValueError, RuntimeError
+        On entering: a cache of another store, or one that is in use.
+
+    Notes
+    -----
+    Threads: a step and its caches belong to one thread; other steps on the same store may run at
+    the same time. Until it ends, any method that would change one of its caches raises RuntimeError.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=4, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> caches = [pagedkv.PagedKvCache(), pagedkv.PagedKvCache()]
+    >>> rows = np.ones((4, 1, 2), np.float32)              # 3 new positions, and 1
+    >>> with pagedkv.Step(store, caches, [3, 1]) as step:
+    ...     step.write(0, rows, rows)
+    ...     out = step.attend(0, rows)
+    >>> [cache.seq_len for cache in caches], out.shape
+    ([3, 1], (4, 1, 2))
+    """
+
+    cdef object __weakref__
+    cdef readonly PagedKvStore store
+    cdef readonly tuple query_lens
+    cdef readonly Py_ssize_t n_rows
+    cdef list caches
+    cdef Py_ssize_t n_caches
+    cdef int n_threads
+    cdef State state
+    cdef bint busy                  # a write or attend is running
+    cdef Change* changes
+    cdef QuerySpan* spans
+    cdef int32_t[::1] taken         # every block this step took
+    cdef Py_ssize_t n_taken
+    cdef int32_t[::1] private_ids   # memory of the private tables
+    cdef int64_t[::1] slots         # where each new row goes: its row number in the store
+    cdef unsigned char[::1] written  # layers
+
+    def __cinit__(self, PagedKvStore store not None, caches, query_lens=1, *, n_threads=None):
+        caches = [caches] if isinstance(caches, PagedKvCache) else list(caches)
+        cdef Py_ssize_t i
+        for i, cache in enumerate(caches):
+            if not isinstance(cache, PagedKvCache):
+                raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")
+        if len(set(map(id, caches))) != len(caches):
+            raise ValueError("caches: expected each cache once, got one of them twice")
+        self.query_lens = as_query_lens(query_lens, len(caches))
+        self.n_rows = as_size(sum(self.query_lens), "query_lens", 0, MAX_ROWS)
+        self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
+        self.caches = caches
+        self.n_caches = len(caches)
+        self.written = bytearray(store.n_layers)
+        self.store = store
+
+    def __dealloc__(self):
+        if self.state == OPEN:
+            self.undo()
+        free(self.changes)
+        free(self.spans)
+
+    def __enter__(self):
+        self.open()
+        return self
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        if self.state == OPEN:
+            if exc_type is None:
+                self.commit()
+            else:
+                self.rollback()
+
+    def commit(self):
+        """End the step now: the new positions become part of the sequences.
+
+        Raises
+        ------
+        RuntimeError
+            The step is not open; a call on it is running; or a layer was not written, and everything
+            was rolled back.
+        """
+        self.begin_call()
+        self.busy = False
+        cdef Py_ssize_t layer
+        for layer in range(self.store.n_layers if self.n_rows else 0):
+            if not self.written[layer]:
+                self.undo()
+                raise RuntimeError(f"step: layer {layer} was not written; everything was rolled back")
+        self.apply()
+        self.store.after_change()
+
+    def rollback(self):
+        """End the step now, and leave every sequence as it was.
+
+        Raises
+        ------
+        RuntimeError
+            The step is not open, or a call on it is running.
+        """
+        self.begin_call()
+        self.busy = False
+        self.undo()
+        self.store.after_change()
+
+    # --- what a forward pass asks ---
+
+    @property
+    def positions(self):
+        """The position of each new row in its sequence: int64 ``[n_rows]``."""
+        self.check_opened()
+        cdef Py_ssize_t i
+        cdef list starts = [np.arange(self.spans[i].seq_len - self.spans[i].query_len, self.spans[i].seq_len)
+                            for i in range(self.n_caches)]
+        return np.concatenate(starts) if starts else np.empty(0, np.int64)
+
+    @property
+    def seq_lens(self):
+        """Each sequence's length with its new positions: a tuple of int."""
+        self.check_opened()
+        return tuple([self.spans[i].seq_len for i in range(self.n_caches)])
+
+    @property
+    def new_blocks(self):
+        """Blocks that the step took from the store."""
+        self.check_opened()
+        return self.n_taken
+
+    def write(self, layer, k, v):
+        """Put the new rows of one layer into their blocks. They become visible when the step commits.
+
+        Parameters
+        ----------
+        layer : int
+        k, v : array, float32
+            ``[n_rows, width]`` or ``[n_rows, n_kv_heads, head_dim]``: the rows of all sequences, one
+            after the other. Writing a layer again replaces its rows.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError
+            ``layer`` out of range; another dtype or shape.
+        RuntimeError
+            The step is not open.
+        """
+        cdef PagedKvStore store = self.store
+        cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+        cdef const float[:, :, ::1] k_rows = as_rows(k, "k", 1, self.n_rows, store.n_kv_heads, store.head_dim)
+        cdef const float[:, :, ::1] v_rows = as_rows(v, "v", 1, self.n_rows, store.n_kv_heads, store.v_head_dim)
+        self.begin_call()
+        with nogil:
+            scatter_rows(store.k[index], k_rows[0], self.slots, self.n_rows, self.n_threads)
+            scatter_rows(store.v[index], v_rows[0], self.slots, self.n_rows, self.n_threads)
+        self.written[index] = 1
+        self.busy = False
+
+    def attend(self, layer, q, *, scale=None, window=None, softcap=None, sinks=None,
+               alibi_slopes=None, causal=True, out=None, return_lse=False):
+        """Attention of the new rows over their sequences, the new rows included.
+
+        Parameters
+        ----------
+        layer : int
+            A layer that was written.
+        q : array, float32
+            ``[n_rows, n_q_heads, head_dim]``; ``n_q_heads`` is a multiple of ``n_kv_heads``.
+        scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse
+            As for `paged_attention`.
+
+        Returns
+        -------
+        out : float32 array ``[n_rows, n_q_heads, v_head_dim]``, or ``(out, lse)``
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError
+            ``layer`` out of range; arguments as for `paged_attention`.
+        RuntimeError
+            The step is not open, or the layer was not written yet.
+        """
+        cdef Py_ssize_t index = as_index(layer, "layer", self.store.n_layers)
+        cdef KvView kv
+        self.begin_call()
+        try:
+            if not self.written[index] and self.n_rows:
+                raise RuntimeError(f"step: layer {index} was not written yet")
+            view_layer(&kv, self.store, index)
+            return attend_rows(
+                q, &kv, self.spans, self.n_caches, self.n_rows, scale, window, softcap, sinks,
+                alibi_slopes, causal, out, return_lse, self.n_threads)
+        finally:
+            self.busy = False
+
+    def __repr__(self):
+        state = ("ready", "open", "committed", "rolled back")[self.state]
+        return f"Step(sequences={self.n_caches}, n_rows={self.n_rows}, {state})"
+
+    # --- the transaction ---
+
+    cdef int open(self) except -1:
+        cdef PagedKvStore store = self.store
+        cdef PagedKvCache cache
+        cdef Py_ssize_t i, n_locked = 0
+        with cython.critical_section(self):
+            ready = self.state == READY
+            if ready:
+                self.state = ROLLED_BACK  # until all is done; a step is opened once
+        if not ready:
+            raise RuntimeError("step: was opened before; make a new one for each forward pass")
+        self.changes = <Change*>calloc(max(self.n_caches, 1), sizeof(Change))
+        self.spans = <QuerySpan*>calloc(max(self.n_caches, 1), sizeof(QuerySpan))
+        if self.changes is NULL or self.spans is NULL:
+            raise MemoryError("step: cannot allocate the plan of the batch")
+        try:
+            for i in range(self.n_caches):
+                cache = <PagedKvCache>self.caches[i]
+                cache.begin_write(store)
+                n_locked += 1
+            self.take_blocks()
+        except BaseException:
+            for i in range(n_locked):
+                (<PagedKvCache>self.caches[i]).end_write()
+            raise
+        self.state = OPEN
+        return 0
+
+    cdef int take_blocks(self) except -1:
+        """Take the blocks for the whole batch and lay out the new rows. The last thing that can fail is the taking."""
+        cdef PagedKvStore store = self.store
+        cdef PagedKvCache cache
+        cdef Change* change
+        cdef Py_ssize_t i, n_new, n_taken = 0, n_private = 0
+        for i in range(self.n_caches):
+            cache = <PagedKvCache>self.caches[i]
+            change = &self.changes[i]
+            n_new = self.query_lens[i]
+            change.n_missing = cache.n_missing(store, n_new)
+            change.n_copies = cache.n_shared(store, n_new)
+            change.first_taken = n_taken
+            n_taken += change.n_missing + change.n_copies
+            if change.n_copies:
+                n_private += cache.n_blocks + change.n_missing
+        if n_taken > store.blocks.total:
+            raise self.exhausted(n_taken)
+        for i in range(self.n_caches):
+            cache = <PagedKvCache>self.caches[i]
+            cache.make_room(cache.n_blocks + self.changes[i].n_missing)
+        self.slots = empty_slots(self.n_rows)
+        self.taken = empty_ids(n_taken)
+        self.private_ids = empty_ids(n_private)
+        if n_taken:
+            try:
+                store.take(&self.taken[0], n_taken, 0)
+            except PagedStoreExhausted:
+                raise self.exhausted(n_taken) from None
+        self.n_taken = n_taken
+        self.lay_out()
+        return 0
+
+    cdef void lay_out(self) noexcept:
+        """Hang the taken blocks into the tables, copy what is shared, and number the new rows."""
+        cdef PagedKvStore store = self.store
+        cdef Py_ssize_t size = store.block_size
+        cdef PagedKvCache cache
+        cdef Change* change
+        cdef QuerySpan* span
+        cdef int32_t* table
+        cdef Py_ssize_t i, j, p, used, row = 0, n_private = 0, n_new
+        cdef int32_t copy
+        for i in range(self.n_caches):
+            cache = <PagedKvCache>self.caches[i]
+            change = &self.changes[i]
+            n_new = self.query_lens[i]
+            table = &cache.table[0] if cache.table is not None and cache.table.shape[0] else NULL
+            used = cache.n_blocks
+            for j in range(change.n_missing):
+                table[used + j] = self.taken[change.first_taken + change.n_copies + j]
+            if change.n_copies:
+                change.private_table = &self.private_ids[n_private]
+                n_private += used + change.n_missing
+                for j in range(used + change.n_missing):
+                    change.private_table[j] = table[j]
+                table = change.private_table
+                for j in range(cache.length // size, used):
+                    if change.n_copied < change.n_copies and store.blocks.counts[table[j]] > 1:
+                        copy = self.taken[change.first_taken + change.n_copied]
+                        store.copy_block_rows(copy, table[j], min(max(cache.length - j * size, 0), size))
+                        table[j] = copy
+                        change.n_copied += 1
+            span = &self.spans[i]
+            span.table = table
+            span.seq_len = cache.length + n_new
+            span.query_len = n_new
+            span.first_row = row
+            span.first_position = cache.n_dropped * size
+            for p in range(cache.length, cache.length + n_new):
+                self.slots[row] = <int64_t>table[p // size] * size + p % size
+                row += 1
+
+    cdef void apply(self) noexcept:
+        cdef PagedKvStore store = self.store
+        cdef PagedKvCache cache
+        cdef Change* change
+        cdef Py_ssize_t i, j
+        for i in range(self.n_caches):
+            cache = <PagedKvCache>self.caches[i]
+            change = &self.changes[i]
+            if change.n_copies:
+                for j in range(cache.length // store.block_size, cache.n_blocks):
+                    if cache.table[j] != change.private_table[j]:
+                        store.blocks.give_back(&cache.table[j], 1)
+                        cache.table[j] = change.private_table[j]
+                        store.copies_on_write += 1
+                store.blocks.give_back(
+                    &self.taken[change.first_taken + change.n_copied], change.n_copies - change.n_copied)
+            cache.n_blocks += change.n_missing
+            cache.length += self.spans[i].query_len
+            cache.block_size = store.block_size
+            if cache.n_blocks:
+                cache.store = store
+            cache.end_write()
+        self.state = COMMITTED
+
+    cdef int undo(self) except -1:
+        cdef Py_ssize_t i
+        self.state = ROLLED_BACK
+        if self.n_taken:
+            self.store.give_back(&self.taken[0], self.n_taken)
+        for i in range(self.n_caches):
+            (<PagedKvCache>self.caches[i]).end_write()
+        return 0
+
+    cdef object exhausted(self, Py_ssize_t needed):
+        """The error for a batch that does not fit; what the batch holds is counted only now."""
+        held = set()
+        for cache in self.caches:
+            held.update(cache.block_table.tolist())
+        held.discard(-1)
+        return PagedStoreExhausted(needed, self.store.free_block_count, self.store.total_blocks, len(held))
+
+    cdef int begin_call(self) except -1:
+        """One call at a time, and only while the step is open."""
+        cdef bint idle
+        with cython.critical_section(self):
+            idle = self.state == OPEN and not self.busy
+            if idle:
+                self.busy = True
+        if not idle:
+            if self.state == OPEN:
+                raise RuntimeError("step: another call on it is running")
+            raise RuntimeError(f"step: expected it to be open, got {self!r}")
+        return 0
+
+    cdef int check_opened(self) except -1:
+        if self.slots is None:
+            raise RuntimeError("step: not entered yet")
+        return 0
+
+
+cdef tuple as_query_lens(query_lens, Py_ssize_t n):
+    """One length a sequence."""
+    if hasattr(query_lens, "__index__") and not getattr(query_lens, "ndim", 0):
+        return (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
+    if not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
+        raise TypeError(f"query_lens: expected an integer or one for each cache, got {describe(query_lens)}")
+    lens = [as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(query_lens)]
+    if len(lens) != n:
+        raise ValueError(f"query_lens: expected {n} lengths, one for each cache, got {len(lens)}")
+    return tuple(lens)

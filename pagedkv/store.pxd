@@ -1,0 +1,28 @@
+from libc.stdint cimport int32_t
+
+from pagedkv.allocator cimport BlockAllocator
+
+
+cdef class PagedKvStore:
+    cdef object __weakref__
+    cdef readonly Py_ssize_t block_size, n_layers, n_kv_heads, head_dim, v_head_dim
+    cdef BlockAllocator blocks
+    cdef float[:, :, ::1] k             # [n_layers, total_blocks * block_size, k_width]
+    cdef float[:, :, ::1] v             # [n_layers, total_blocks * block_size, v_width]
+    cdef object k_blocks                # the same bytes, read-only: [n_layers, total_blocks, block_size, k_width]
+    cdef object v_blocks
+    cdef Py_ssize_t step_bytes          # K and V of one position, all layers
+    cdef bint debug
+    cdef Py_ssize_t copies_on_write
+
+    # n blocks into ids, or PagedStoreExhausted with nothing changed. `held`: what the asking sequences hold already.
+    cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1
+    # One holder less for ids that the caller holds: cannot fail.
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
+    # The first n rows of a block, in all layers, to another block.
+    cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
+    cdef int after_change(self) except -1
+
+    cdef object view(self, object rows, object id, object layer)
+    cdef Py_ssize_t held_id(self, object id, str name) except -1
+    cdef int poison(self, const int32_t* ids, Py_ssize_t n, int32_t holders) except -1

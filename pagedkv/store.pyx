@@ -1,0 +1,408 @@
+"""PagedKvStore: the bytes of all blocks, for all layers, and who holds them."""
+
+from libc.math cimport NAN
+from libc.stdint cimport INT32_MAX, int32_t
+
+from pagedkv._arrays cimport as_ids, as_index, as_size, empty_rows
+from pagedkv._kernels.rows cimport copy_rows, fill_rows
+from pagedkv.allocator cimport BlockAllocator
+
+import numpy as np
+
+from pagedkv.errors import PagedKvError, PagedStoreExhausted
+from pagedkv.stats import StoreStats
+
+cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX
+cdef object FLOAT32 = np.dtype(np.float32)
+
+
+cdef class PagedKvStore:
+    """Fixed-size blocks of keys and values that many sequences share.
+
+    Parameters
+    ----------
+    block_size : int
+        Rows (positions) a block holds.
+    total_blocks : int
+        Number of blocks, at most 2**31 - 1.
+    n_kv_heads, head_dim : int
+        A K row of one layer is ``n_kv_heads * head_dim`` values.
+    n_layers : int, optional
+        Layers that share one block table: block ``i`` has rows in each of them.
+    v_head_dim : int, optional
+        Width of a V head where it is not ``head_dim``.
+    dtype : dtype-like, optional
+        What a value is stored as: float32.
+    prefault : bool, optional
+        Touch all memory now. Without it a block costs memory from its first write on.
+    debug : bool, optional
+        Fill blocks with NaN when they are taken and when they are given back, and run `check`
+        after every change. Slow; for tests.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size that is no integer of at least 1, or a dtype that is not supported.
+    MemoryError
+        The memory cannot be had.
+
+    Notes
+    -----
+    Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``.
+
+    Threads: any number of threads may use a store at once. Counts change atomically; bytes are
+    moved without the GIL.
+
+    Method: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", SOSP 2023, section 4.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=2, head_dim=4)
+    >>> store.free_block_count, store.k_width, store.nbytes
+    (8, 8, 8192)
+    """
+
+    def __cinit__(self):
+        # Until __init__ has run, a store of no blocks, on which every request is refused.
+        self.blocks = BlockAllocator(0)
+        self.block_size = 1
+
+    def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
+                 n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
+        if self.blocks.total:
+            raise RuntimeError("PagedKvStore: __init__ runs once")
+        cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_SIZE)
+        cdef Py_ssize_t total = as_size(total_blocks, "total_blocks", 1, INT32_MAX)
+        cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
+        cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
+        cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
+        cdef object rows
+        cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
+        check_dtype(dtype)
+        cdef object k = empty_rows((int(layers), int(total), int(size), int(heads) * int(k_dim)))
+        cdef object v = empty_rows((int(layers), int(total), int(size), int(heads) * int(v_dim)))
+        blocks = BlockAllocator(total)
+        if prefault:
+            k.fill(0)
+            v.fill(0)
+        self.block_size = size
+        self.n_kv_heads = heads
+        self.head_dim = k_dim
+        self.v_head_dim = v_dim
+        self.n_layers = layers
+        self.k = k.reshape(layers, total * size, heads * k_dim)
+        self.v = v.reshape(layers, total * size, heads * v_dim)
+        for rows in (k, v):
+            # Views that are handed out must not be made writable again: NumPy asks the owner.
+            rows.base.flags.writeable = False
+            rows.flags.writeable = False
+        self.k_blocks = k
+        self.v_blocks = v
+        self.step_bytes = layers * heads * (k_dim + v_dim) * sizeof(float)
+        self.debug = bool(debug)
+        self.blocks = blocks
+
+    @classmethod
+    def from_bytes(cls, budget_bytes, block_size, n_kv_heads, head_dim, *,
+                   n_layers=1, v_head_dim=None, dtype="float32", **options):
+        """A store of as many blocks as fit into ``budget_bytes``.
+
+        Parameters
+        ----------
+        budget_bytes : int
+            Bytes for K and V of all layers together.
+        block_size, n_kv_heads, head_dim, n_layers, v_head_dim, dtype, **options
+            As for the class.
+
+        Raises
+        ------
+        ValueError
+            Not even one block fits.
+
+        Examples
+        --------
+        >>> import pagedkv
+        >>> store = pagedkv.PagedKvStore.from_bytes(1 << 20, 16, n_kv_heads=2, head_dim=64, n_layers=4)
+        >>> store.total_blocks, store.nbytes
+        (16, 1048576)
+        """
+        budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
+        rows = as_size(block_size, "block_size", 1, MAX_SIZE) * as_size(n_layers, "n_layers", 1, MAX_SIZE)
+        k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
+        v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
+        width = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE) * (k_dim + v_dim)
+        block_bytes = rows * width * check_dtype(dtype).itemsize
+        if block_bytes > budget:
+            raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
+        return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
+                   n_layers=n_layers, v_head_dim=v_head_dim, dtype=dtype, **options)
+
+    # --- sizes ---
+
+    @property
+    def total_blocks(self):
+        """Blocks of the store."""
+        return self.blocks.total
+
+    @property
+    def free_block_count(self):
+        """Blocks that nobody holds."""
+        return self.blocks.n_free()
+
+    @property
+    def k_width(self):
+        """Values of a K row of one layer: ``n_kv_heads * head_dim``."""
+        return self.k.shape[2]
+
+    @property
+    def v_width(self):
+        """Values of a V row of one layer: ``n_kv_heads * v_head_dim``."""
+        return self.v.shape[2]
+
+    @property
+    def dtype(self):
+        """What a value is stored as."""
+        return FLOAT32
+
+    @property
+    def nbytes(self):
+        """Bytes of K and V of all blocks and layers."""
+        return self.k_blocks.nbytes + self.v_blocks.nbytes
+
+    def __repr__(self):
+        return (f"{type(self).__name__}(block_size={self.block_size}, total_blocks={self.blocks.total}, "
+                f"n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, n_layers={self.n_layers}, "
+                f"free_block_count={self.blocks.n_free()})")
+
+    def __reduce__(self):
+        raise TypeError("PagedKvStore: cannot be copied or pickled, sequences hold its blocks by id")
+
+    # --- reading ---
+
+    def k_row(self, id, offset, layer=0):
+        """The K row of one position, as a read-only float32 view ``[k_width]``.
+
+        Parameters
+        ----------
+        id : int
+            A block that someone holds.
+        offset : int
+            Row in the block, 0 to ``block_size - 1``. A row that was not written yet holds anything.
+        layer : int, optional
+
+        Raises
+        ------
+        IndexError
+            ``id``, ``offset`` or ``layer`` out of range.
+        ValueError
+            Nobody holds the block.
+        """
+        return self.view(self.k_blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+
+    def v_row(self, id, offset, layer=0):
+        """The V row of one position, as a read-only float32 view ``[v_width]``. See `k_row`."""
+        return self.view(self.v_blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+
+    def k_block(self, id, layer=0):
+        """The K rows of a block, as a read-only float32 view ``[block_size, k_width]``. See `k_row`."""
+        return self.view(self.k_blocks, id, layer)
+
+    def v_block(self, id, layer=0):
+        """The V rows of a block, as a read-only float32 view ``[block_size, v_width]``. See `k_row`."""
+        return self.view(self.v_blocks, id, layer)
+
+    cdef object view(self, object rows, object id, object layer):
+        cdef Py_ssize_t block = self.held_id(id, "id")
+        return rows[as_index(layer, "layer", self.n_layers), block]
+
+    cdef Py_ssize_t held_id(self, object id, str name) except -1:
+        cdef Py_ssize_t block = as_index(id, name, self.blocks.total)
+        if self.blocks.counts[block] == 0:
+            raise ValueError(f"{name}: expected a block that someone holds, got {block}, which is free")
+        return block
+
+    # --- holding ---
+
+    def acquire(self, n=1):
+        """Take ``n`` free blocks, each with one holder: the caller.
+
+        Parameters
+        ----------
+        n : int, optional
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        list of int
+            Their ids: those given back last first, then those never used, ascending.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            Fewer are free. Nothing was changed.
+        """
+        cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
+        if count > self.blocks.total:  # not worth an array of that size
+            raise PagedStoreExhausted(count, self.blocks.n_free(), self.blocks.total)
+        ids = np.empty(count, np.int32)
+        cdef int32_t[::1] out = ids
+        if count:
+            self.take(&out[0], count, 0)
+            self.after_change()
+        return ids.tolist()
+
+    def retain(self, ids):
+        """Add one holder to each block of ``ids`` (a list, tuple or integer array; repeats count).
+
+        Raises
+        ------
+        IndexError, ValueError
+            An id out of range, or of a block that nobody holds. Nothing was changed.
+        """
+        cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
+        if held.shape[0] == 0:
+            return
+        cdef Py_ssize_t bad = self.blocks.retain(&held[0], held.shape[0])
+        if bad >= 0:
+            raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
+        self.after_change()
+
+    def release(self, ids):
+        """Take one holder from each block of ``ids``; a block without holders is free.
+
+        Parameters
+        ----------
+        ids : list, tuple or integer array
+            Blocks that the caller holds; one that occurs twice is given back twice.
+
+        Raises
+        ------
+        IndexError, ValueError
+            An id out of range, or of a block that has no holder left. Nothing was changed.
+        """
+        cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
+        if held.shape[0] == 0:
+            return
+        cdef Py_ssize_t bad
+        if self.debug:  # look first: blocks are overwritten while they are still ours
+            bad = self.blocks.find_unheld(&held[0], held.shape[0])
+            if bad < 0:
+                self.give_back(&held[0], held.shape[0])
+        else:
+            bad = self.blocks.give_back(&held[0], held.shape[0])
+        if bad >= 0:
+            raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
+        self.after_change()
+
+    def refcount(self, id):
+        """Holders of a block; 0 for a free one."""
+        return self.blocks.counts[as_index(id, "id", self.blocks.total)]
+
+    def copy_block(self, src, dst):
+        """Copy all rows of block ``src`` to block ``dst``, in all layers.
+
+        Parameters
+        ----------
+        src, dst : int
+            Blocks that someone holds; ``dst`` by one holder only, since a shared block is never written.
+
+        Raises
+        ------
+        IndexError, ValueError
+            An id out of range, a free block, or a ``dst`` with more holders.
+        """
+        cdef Py_ssize_t source = self.held_id(src, "src")
+        cdef Py_ssize_t target = self.held_id(dst, "dst")
+        if source == target:
+            return
+        if self.blocks.counts[target] > 1:
+            raise ValueError(f"dst: expected a block with one holder, got {target}, "
+                             f"which has {self.blocks.counts[target]}")
+        with nogil:
+            self.copy_block_rows(<int32_t>target, <int32_t>source, self.block_size)
+
+    cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
+        if not self.blocks.take(ids, n):
+            raise PagedStoreExhausted(n, self.blocks.n_free(), self.blocks.total, held)
+        if self.debug:
+            self.poison(ids, n, 1)
+        return 0
+
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
+        if self.debug:
+            self.poison(ids, n, 1)
+        self.blocks.give_back(ids, n)
+        return 0
+
+    cdef int poison(self, const int32_t* ids, Py_ssize_t n, int32_t holders) except -1:
+        """Fill those blocks of ids that have so many holders with NaN."""
+        cdef Py_ssize_t i, layer, size = self.block_size
+        for i in range(n):
+            if self.blocks.counts[ids[i]] == holders:
+                for layer in range(self.n_layers):
+                    fill_rows(self.k[layer], ids[i] * size, size, NAN)
+                    fill_rows(self.v[layer], ids[i] * size, size, NAN)
+        return 0
+
+    cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t layer, size = self.block_size
+        for layer in range(self.n_layers):
+            copy_rows(self.k[layer], dst * size, src * size, n)
+            copy_rows(self.v[layer], dst * size, src * size, n)
+
+    # --- looking after it ---
+
+    def stats(self):
+        """Counters of the store as a frozen `StoreStats`; costs no walk over the blocks."""
+        cdef BlockAllocator blocks = self.blocks
+        cdef Py_ssize_t free = blocks.n_free()
+        return StoreStats(
+            total_blocks=blocks.total, free_blocks=free, held_blocks=blocks.total - free,
+            peak_held_blocks=blocks.peak_held, blocks_acquired=blocks.acquired,
+            blocks_released=blocks.released, copies_on_write=self.copies_on_write,
+            exhaustions=blocks.exhaustions, nbytes=self.nbytes)
+
+    def check(self, caches=()):
+        """Raise `PagedKvError` if the books do not balance. Walks over every block.
+
+        Parameters
+        ----------
+        caches : iterable of PagedKvCache, optional
+            Sequences of this store: each of their blocks must be held, and by at least as many
+            as name it among them.
+        """
+        fault = self.blocks.fault()
+        if fault is not None:
+            raise PagedKvError(fault)
+        named = {}
+        for cache in caches:
+            if cache.store is not None and cache.store is not self:
+                raise ValueError("caches: expected sequences of this store, got one of another")
+            for block in cache.block_table.tolist() if cache.store is self else ():
+                if block >= 0:
+                    named[block] = named.get(block, 0) + 1
+        for block, count in named.items():
+            if count > self.blocks.counts[block]:
+                raise PagedKvError(f"block {block} is in {count} tables and has {self.blocks.counts[block]} holders")
+
+    cdef int after_change(self) except -1:
+        if self.debug:
+            self.check()
+        return 0
+
+
+cdef check_dtype(dtype):
+    """The NumPy dtype of a store's values."""
+    try:
+        result = np.dtype(dtype) if dtype is not None else None
+    except TypeError:
+        result = None
+    if result != FLOAT32:
+        raise ValueError(f"dtype: expected float32, got {dtype!r}")
+    return result
+
+
+cdef extern from "Python.h":
+    const Py_ssize_t PY_SSIZE_T_MAX
