@@ -5,6 +5,7 @@ a block table and a length (`PagedKvCache`). `paged_attention` attends straight 
 and `Step` makes one forward pass of a batch a transaction.
 """
 
+from pagedkv.attention import attention, paged_attention
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
@@ -23,6 +24,8 @@ __all__ = [
     "PagedKvStore",
     "PagedStoreExhausted",
     "StoreStats",
+    "attention",
     "get_num_threads",
+    "paged_attention",
     "set_num_threads",
 ]

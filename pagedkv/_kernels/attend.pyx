@@ -38,19 +38,19 @@ cdef extern from "simd.h" nogil:
         Py_ssize_t lanes
         void score_dots(float* s, Py_ssize_t s_stride, const float* q, Py_ssize_t q_stride, const float** k_rows,
                         const float** ahead, Py_ssize_t ahead_dim, Py_ssize_t n, Py_ssize_t n_heads,
-                        Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept
+                        Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
         void score_panels(float* s, Py_ssize_t s_stride, const float* panels, const float** k_rows, Py_ssize_t n,
-                          Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept
-        void cap_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float cap) noexcept
+                          Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
+        void cap_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float cap) noexcept nogil
         void slope_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, const float* slopes,
-                          const float* places, float first) noexcept
+                          const float* places, float first) noexcept nogil
         int softmax_tile(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float* m, float* l,
-                         float* fade) noexcept
+                         float* fade) noexcept nogil
         void accumulate_rows(float* acc, Py_ssize_t acc_stride, const float* p, Py_ssize_t p_stride,
                              const float** v_rows, Py_ssize_t v_offset, simd_ahead* ahead, Py_ssize_t n,
-                             Py_ssize_t n_heads, Py_ssize_t n_rows, Py_ssize_t v_head_dim) noexcept
-        void scale_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept
-        void add_scaled_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept
+                             Py_ssize_t n_heads, Py_ssize_t n_rows, Py_ssize_t v_head_dim) noexcept nogil
+        void scale_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
+        void add_scaled_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
 
     const simd_kernels* simd_supported(int i)
 
