@@ -61,7 +61,7 @@ cpdef int as_thread_count(object value, str name) except -1:
 
 cdef inline bint is_ready(object array) noexcept:
     """Native, aligned, C-contiguous float32."""
-    return (cnp.PyArray_Check(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_FLOAT32
+    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_FLOAT32
             and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
 
 
