@@ -30,11 +30,15 @@ SIMD_INLINE void V(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
         for (int u = 0; u < SIMD_LINE; u += LANES) {
             V(vec) row[4];
             SIMD_UNROLL
-            for (int i = 0; i < nt; ++i)
+            for (int i = 0; i < nt; ++i) {
                 row[i] = V(load)(k[i] + d + u);
+                if (nr > 1)
+                    IN_REGISTER(row[i]);
+            }
             SIMD_UNROLL
             for (int j = 0; j < nr; ++j) {
                 V(vec) query = V(load)(q + j * q_stride + d + u);
+                IN_REGISTER(query);
                 SIMD_UNROLL
                 for (int i = 0; i < nt; ++i)
                     sums[i][j] = V(fma)(row[i], query, sums[i][j]);
@@ -63,41 +67,41 @@ SIMD_INLINE void V(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
     }
 }
 
+/* nt rows of K by the query rows [first, end) of every head, nr at a time: heads go in the order in which they
+ * lie in memory. */
+#define DOT_STRIP(NT, NR, first, end)                                                                         \
+    for (ptrdiff_t h = 0; h < n_heads; ++h)                                                                   \
+        for (ptrdiff_t r = first; r < end; r += NR)                                                           \
+            V(dot_block)(s + t * s_stride + h * n_rows + r, s_stride, q + (h * n_rows + r) * q_stride, q_stride, \
+                         k_rows + t, ahead + t, h * head_dim, h * ahead_dim, head_dim, NT, NR);
+
 static void V(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
                           const float *const *k_rows, const float *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n,
                           ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim) {
-    /* Rows outside, heads inside: K is read in the order in which it lies in memory. */
-    for (ptrdiff_t t = 0; t < n;) {
-        const ptrdiff_t nt = n_rows <= 2 ? (n - t >= 4 ? 4 : 1) : (n - t >= 2 ? 2 : 1);
-        for (ptrdiff_t h = 0; h < n_heads; ++h) {
-            for (ptrdiff_t r = 0; r < n_rows;) {
-                const ptrdiff_t nr = n_rows - r >= 4 ? 4 : n_rows - r;
-                float *scores = s + t * s_stride + h * n_rows + r;
-                const float *queries = q + (h * n_rows + r) * q_stride;
-#define DOT_BLOCK(NT, NR)                                                                                     \
-    case NT * 8 + NR:                                                                                         \
-        V(dot_block)(scores, s_stride, queries, q_stride, k_rows + t, ahead + t, h * head_dim, h * ahead_dim, \
-                     head_dim, NT, NR);                                                                       \
-        break;
-                switch (nt * 8 + nr) {
-                    DOT_BLOCK(4, 1)
-                    DOT_BLOCK(4, 2)
-                    DOT_BLOCK(2, 1)
-                    DOT_BLOCK(2, 2)
-                    DOT_BLOCK(2, 3)
-                    DOT_BLOCK(2, 4)
-                    DOT_BLOCK(1, 1)
-                    DOT_BLOCK(1, 2)
-                    DOT_BLOCK(1, 3)
-                    DOT_BLOCK(1, 4)
-                }
-#undef DOT_BLOCK
-                r += nr;
-            }
+    const ptrdiff_t fours = n_rows / 4 * 4, rest = n_rows - fours;
+    ptrdiff_t t = 0;
+    /* Few query rows leave registers for more rows of K. */
+    for (; n_rows <= 2 && t + 4 <= n; t += 4) {
+        if (n_rows == 1) {
+            DOT_STRIP(4, 1, 0, 1)
+        } else {
+            DOT_STRIP(4, 2, 0, 2)
         }
-        t += nt;
     }
+    for (; t + 2 <= n; t += 2) {
+        DOT_STRIP(2, 4, 0, fours)
+        if (rest == 3) {
+            DOT_STRIP(2, 3, fours, n_rows)
+        } else if (rest == 2) {
+            DOT_STRIP(2, 2, fours, n_rows)
+        } else if (rest == 1) {
+            DOT_STRIP(2, 1, fours, n_rows)
+        }
+    }
+    for (; t < n; ++t)
+        DOT_STRIP(1, 1, 0, n_rows)
 }
+#undef DOT_STRIP
 
 /* --- scores: lanes along query rows, for many of them ---------------------------------------------- */
 
@@ -266,13 +270,27 @@ SIMD_INLINE const float *V(next_run)(simd_ahead *ahead, ptrdiff_t n, const float
 SIMD_INLINE void V(add_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
                              const float *const *v_rows, ptrdiff_t v_offset, simd_ahead *ahead, ptrdiff_t n,
                              ptrdiff_t v_head_dim, const int nr) {
-    enum { WIDE = 4 };
-    const int nv = ACC_VECS(nr) < WIDE ? ACC_VECS(nr) : WIDE;
-    ptrdiff_t d = 0;
-    for (; d + nv * LANES <= v_head_dim; d += nv * LANES)
-        V(add_block)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, V(next_run)(ahead, n, acc), n, nr, nv);
-    for (; d + LANES <= v_head_dim; d += LANES)
-        V(add_block)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, V(next_run)(ahead, n, acc), n, nr, 1);
+    const int most = ACC_VECS(nr);
+    ptrdiff_t d = 0, left = v_head_dim / LANES;
+    while (left > 0) {
+        /* As many vectors as fit into registers, but rather 2 + 2 than 3 + 1. */
+        const ptrdiff_t nv = left <= most ? left : left == most + 1 ? (left + 1) / 2 : most;
+        const float *run = V(next_run)(ahead, n, acc);
+#define ADD_BLOCK(NV)                                                                                         \
+    case NV:                                                                                                  \
+        if (NV <= most)                                                                                       \
+            V(add_block)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, run, n, nr, NV);             \
+        break;
+        switch (nv) {
+            ADD_BLOCK(1)
+            ADD_BLOCK(2)
+            ADD_BLOCK(3)
+            ADD_BLOCK(4)
+        }
+#undef ADD_BLOCK
+        d += nv * LANES;
+        left -= nv;
+    }
     if (d < v_head_dim)
         V(add_tail)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, n, nr, v_head_dim - d);
 }

@@ -45,4 +45,11 @@ SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */
-#define ACC_VECS(n) ((n) <= 2 ? 4 : 2)
+#define ACC_VECS(n) ((n) <= 2 ? 4 : (n) <= 4 ? 3 : 2)
+
+/* Keeps the compiler from loading v anew at each use. */
+#if defined(__GNUC__)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v) ((void)0)
+#endif

@@ -2,3 +2,4 @@
 #undef SIMD_ISA
 #undef LANES
 #undef ACC_VECS
+#undef IN_REGISTER

@@ -82,3 +82,5 @@ SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows. */
 #define ACC_VECS(n) ((n) <= 2 ? 4 : 2)
+
+#define IN_REGISTER(v) ((void)0)
