@@ -10,6 +10,7 @@ from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import StoreStats
+from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
 
@@ -23,6 +24,7 @@ __all__ = [
     "PagedKvError",
     "PagedKvStore",
     "PagedStoreExhausted",
+    "Step",
     "StoreStats",
     "attention",
     "get_num_threads",

@@ -18,7 +18,7 @@ from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, descri
 from pagedkv._kernels.attend cimport KvView, QuerySpan
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport scatter_rows
-from pagedkv.attention cimport attend_rows, view_layer
+from pagedkv.attention cimport as_query_lens, attend_rows, view_layer
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
@@ -420,15 +420,3 @@ cdef class Step:
         if self.slots is None:
             raise RuntimeError("step: not entered yet")
         return 0
-
-
-cdef tuple as_query_lens(query_lens, Py_ssize_t n):
-    """One length a sequence."""
-    if hasattr(query_lens, "__index__") and not getattr(query_lens, "ndim", 0):
-        return (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
-    if not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
-        raise TypeError(f"query_lens: expected an integer or one for each cache, got {describe(query_lens)}")
-    lens = [as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(query_lens)]
-    if len(lens) != n:
-        raise ValueError(f"query_lens: expected {n} lengths, one for each cache, got {len(lens)}")
-    return tuple(lens)
