@@ -20,6 +20,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from pagedkv.demo.errors import ModelFileError
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -28,10 +30,6 @@ _MOST_DIMENSIONS = 4
 
 # Dequantising works on temporaries of the size of its input: keep them inside the caches.
 _ELEMENTS_AT_ONCE = 1 << 17
-
-
-class ModelFileError(Exception):
-    """A model file that cannot be used. The message is one line for the user."""
 
 
 class Tensor(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.demo.gguf_file import ModelFileError
+from pagedkv.demo.errors import ModelFileError
 
 # SentencePiece writes a space inside a piece as this visible one.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
