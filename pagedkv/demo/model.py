@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +33,8 @@ class Attend(Protocol):
 class Layer:
     """The weights of one layer. Matrices that read the same input are one matrix.
 
-    A product of few rows with a matrix costs what reading the matrix costs, and OpenBLAS reads fastest along
-    the longer side: matrices that widen are kept [in, out], those that narrow [out, in].
+    For a few rows, OpenBLAS is fastest along a matrix's longer side: those that widen are kept [in, out], those
+    that narrow [out, in].
     """
 
     attention_norm: F32  # [width]
@@ -43,7 +43,7 @@ class Layer:
     attention_out: F32  # [width, n_q_heads * v_head_dim]
     post_attention_norm: F32  # [width]
     feed_forward_norm: F32  # [width]
-    gate_up: F32  # [width, 2 * feed_forward]
+    gate_up: F32  # [2, width, feed_forward]
     down: F32  # [width, feed_forward]
     post_feed_forward_norm: F32  # [width]
 
@@ -69,7 +69,8 @@ class Gemma3:
         self._file, self._advance = file, advance
         self._unembedding = self._read_unembedding()
         self._layers = [self._read_layer(f"blk.{index}.") for index in range(config.n_layers)]
-        self._output_norm = self._vector("output_norm.weight", config.width)
+        self._output_norm = np.empty(config.width, np.float32)
+        file.read_into("output_norm.weight", self._output_norm, advance)
         del self._file, self._advance
         pairs = np.arange(0, config.head_dim, 2) / config.head_dim
         self._frequencies_full = config.rope_base**-pairs / config.rope_scale
@@ -102,7 +103,8 @@ class Gemma3:
             h = attend(index, q, k, v).reshape(len(x), -1)
             x += _rms_norm(_narrow(h, layer.attention_out), layer.post_attention_norm, epsilon)
 
-            h = _gelu_gated(_rms_norm(x, layer.feed_forward_norm, epsilon) @ layer.gate_up)
+            gate, up = np.matmul(_rms_norm(x, layer.feed_forward_norm, epsilon), layer.gate_up)
+            h = _gelu_gated(gate, up)
             x += _rms_norm(_narrow(h, layer.down), layer.post_feed_forward_norm, epsilon)
         return _rms_norm(x, self._output_norm, epsilon)
 
@@ -144,70 +146,68 @@ class Gemma3:
 
     def _read_layer(self, prefix: str) -> Layer:
         config = self.config
-        q_width, k_width = config.n_q_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        v_width, o_width = config.n_kv_heads * config.v_head_dim, config.n_q_heads * config.v_head_dim
-        q_norm = self._vector(f"{prefix}attn_q_norm.weight", config.head_dim)
-        k_norm = self._vector(f"{prefix}attn_k_norm.weight", config.head_dim)
+        width, feed_forward = config.width, config.feed_forward
+        n_q, n_k = config.n_q_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        n_v, n_o = config.n_kv_heads * config.v_head_dim, config.n_q_heads * config.v_head_dim
+
+        def read(name: str, out: F32) -> F32:
+            self._file.read_into(f"{prefix}{name}.weight", out, self._advance)
+            return out
+
+        def vector(name: str, size: int) -> F32:
+            return read(name, np.empty(size, np.float32))
+
+        # The file has matrices as [out, in].
+        qkv = np.empty((width, n_q + n_k + n_v), np.float32)
+        read("attn_q", qkv[:, :n_q].T)
+        read("attn_k", qkv[:, n_q : n_q + n_k].T)
+        read("attn_v", qkv[:, n_q + n_k :].T)
+        gate_up = np.empty((2, width, feed_forward), np.float32)
+        read("ffn_gate", gate_up[0].T)
+        read("ffn_up", gate_up[1].T)
+        q_norm, k_norm = vector("attn_q_norm", config.head_dim), vector("attn_k_norm", config.head_dim)
         return Layer(
-            attention_norm=self._vector(f"{prefix}attn_norm.weight", config.width),
-            qkv=self._joined(prefix, {"attn_q": q_width, "attn_k": k_width, "attn_v": v_width}),
-            qk_norm=np.concatenate([[q_norm] * config.n_q_heads, [k_norm] * config.n_kv_heads]),
-            attention_out=self._matrix(f"{prefix}attn_output.weight", config.width, o_width),
-            post_attention_norm=self._vector(f"{prefix}post_attention_norm.weight", config.width),
-            feed_forward_norm=self._vector(f"{prefix}ffn_norm.weight", config.width),
-            gate_up=self._joined(prefix, {"ffn_gate": config.feed_forward, "ffn_up": config.feed_forward}),
-            down=self._matrix(f"{prefix}ffn_down.weight", config.width, config.feed_forward),
-            post_feed_forward_norm=self._vector(f"{prefix}post_ffw_norm.weight", config.width),
+            attention_norm=vector("attn_norm", width),
+            qkv=qkv,
+            qk_norm=np.stack([q_norm] * config.n_q_heads + [k_norm] * config.n_kv_heads),
+            attention_out=read("attn_output", np.empty((width, n_o), np.float32)),
+            post_attention_norm=vector("post_attention_norm", width),
+            feed_forward_norm=vector("ffn_norm", width),
+            gate_up=gate_up,
+            down=read("ffn_down", np.empty((width, feed_forward), np.float32)),
+            post_feed_forward_norm=vector("post_ffw_norm", width),
         )
-
-    def _vector(self, name: str, size: int) -> F32:
-        out = np.empty(size, np.float32)
-        self._file.read_into(name, out, self._advance)
-        return out
-
-    def _matrix(self, name: str, n_out: int, n_in: int) -> F32:
-        """[out, in], as the file has it."""
-        out = np.empty((n_out, n_in), np.float32)
-        self._file.read_into(name, out, self._advance)
-        return out
-
-    def _joined(self, prefix: str, widths: Mapping[str, int]) -> F32:
-        """Matrices that read the model's width side by side: [width, sum of widths]."""
-        out = np.empty((self.config.width, sum(widths.values())), np.float32)
-        first = 0
-        for name, n_out in widths.items():
-            self._file.read_into(f"{prefix}{name}.weight", out[:, first : first + n_out].T, self._advance)
-            first += n_out
-        return out
 
 
 def _narrow(x: F32, matrix: F32) -> F32:
-    """x @ matrix.T for a matrix [out, in], in the order in which OpenBLAS reads it faster."""
-    return np.matmul(matrix, x.T).T
+    """x @ matrix.T for a matrix [out, in], in the order that is faster where out is the shorter side."""
+    return np.ascontiguousarray(np.matmul(matrix, x.T).T)
 
 
 def _rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
     """x / rms(x) * weight over the last axis."""
-    mean_square = np.einsum("...i,...i->...", x, x)[..., np.newaxis] / np.float32(x.shape[-1])
-    normed: F32 = x / np.sqrt(mean_square + np.float32(epsilon))
+    rms = np.add.reduce(x * x, axis=-1, keepdims=True)
+    rms /= x.shape[-1]
+    rms += epsilon
+    np.sqrt(rms, out=rms)
+    normed: F32 = x / rms
     normed *= weight
     return normed
 
 
-def _gelu_gated(gate_up: F32) -> F32:
-    """gelu(gate) * up with the tanh approximation; [rows, 2 * n] to [rows, n]."""
-    gate, up = np.split(gate_up, 2, axis=-1)
-    inner = gate * gate
-    inner *= np.float32(0.044715)
-    inner += np.float32(1.0)
-    inner *= gate
-    inner *= np.float32(math.sqrt(2.0 / math.pi))
-    np.tanh(inner, out=inner)
-    inner += np.float32(1.0)
-    inner *= gate
-    inner *= up
-    inner *= np.float32(0.5)
-    return inner
+def _gelu_gated(gate: F32, up: F32) -> F32:
+    """gelu(gate) * up with the tanh approximation, written as gate / (1 + exp(-2 z)) * up: exp is faster than tanh."""
+    root = math.sqrt(2 / math.pi)
+    out = gate * gate
+    out *= -2 * root * 0.044715
+    out -= 2 * root
+    out *= gate  # -2 z
+    np.minimum(out, 80, out=out)  # exp stays finite; from there on gelu is 0 in float32
+    np.exp(out, out=out)
+    out += 1
+    np.divide(gate, out, out=out)
+    out *= up
+    return out
 
 
 def _rotation(positions: NDArray[np.int64], frequencies: NDArray[np.float64]) -> tuple[F32, F32]:
