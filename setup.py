@@ -25,6 +25,7 @@ MODULES = {
     "pagedkv._arrays": [],
     "pagedkv.allocator": [],
     "pagedkv.store": [],
+    "pagedkv._table": [],
     "pagedkv.contiguous": [],
     "pagedkv.sequence": [],
     "pagedkv.attention": [],
