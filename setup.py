@@ -17,6 +17,7 @@ from setuptools import Extension, setup
 MODULES = {
     "pagedkv._kernels.parallel": ["pagedkv/_kernels/pool.h"],
     "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h"],
+    "pagedkv._kernels.plan": [],
     "pagedkv._kernels.attend": [
         f"pagedkv/_kernels/{name}.h"
         for name in ("simd", "simd_plain", "simd_sse2", "simd_avx2", "simd_avx512", "simd_neon", "simd_math",

@@ -11,7 +11,8 @@ from libc.math cimport isfinite, sqrt
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_float32, as_index, as_size, as_thread_count, describe, empty_rows
+from pagedkv._arrays cimport (
+    as_float32, as_index, as_result, as_size, as_thread_count, check_apart, describe, empty_floats)
 from pagedkv._kernels.attend cimport AttendOptions, KvView, QuerySpan, attend_batch
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv.sequence cimport PagedKvCache
@@ -190,8 +191,9 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
     kv.block_size = max(1, s)
     if as_flag(causal, "causal") and n > s:
         raise ValueError(f"q: expected at most the {s} rows of k while causal, got {n}")
-    check_out(out, "k", k_rows)
-    check_out(out, "v", v_rows)
+    if out is not None:
+        check_apart(as_result(out, "out", (n, q_rows.shape[1], kv.v_head_dim)), "out", k_rows, "k")
+        check_apart(out, "out", v_rows, "v")
     span.table = &table
     span.seq_len = s
     span.first_position = 0
@@ -233,17 +235,20 @@ cdef object attend_rows(
     options.sinks = options.alibi_slopes = NULL
     if sinks is not None:
         sink_row = as_float32(sinks, "sinks", (n_q_heads,))
-        check_out(out, "sinks", sink_row)
         options.sinks = <const float*>cnp.PyArray_DATA(sink_row)
     if alibi_slopes is not None:
         slope_row = as_float32(alibi_slopes, "alibi_slopes", (n_q_heads,))
-        check_out(out, "alibi_slopes", slope_row)
         options.alibi_slopes = <const float*>cnp.PyArray_DATA(slope_row)
     check_readable(spans, n_spans, &options)
-    result = as_out(out, (n_rows, n_q_heads, kv.v_head_dim))
-    check_out(out, "q", q_rows)
+    result = as_result(out, "out", (n_rows, n_q_heads, kv.v_head_dim))
+    if out is not None:
+        check_apart(result, "out", q_rows, "q")
+        if sinks is not None:
+            check_apart(result, "out", sink_row, "sinks")
+        if alibi_slopes is not None:
+            check_apart(result, "out", slope_row, "alibi_slopes")
     if as_flag(return_lse, "return_lse"):
-        lse = empty_rows((n_rows, n_q_heads))
+        lse = empty_floats((n_rows, n_q_heads))
         lse_data = <float*>cnp.PyArray_DATA(lse)
     with nogil:
         failed = attend_batch(
@@ -325,25 +330,3 @@ cdef bint as_flag(value, str name) except? -1:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected True or False, got {describe(value)}")
     return bool(value)
-
-
-cdef cnp.ndarray as_out(out, tuple shape):
-    """The caller's array for the result, or a new one."""
-    if out is None:
-        return empty_rows(shape)
-    cdef str expected = f"a writable, C-contiguous float32 array {list(shape)}"
-    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or not out.dtype.isnative:
-        raise TypeError(f"out: expected {expected}, got {describe(out)}")
-    if out.shape != shape:
-        raise ValueError(f"out: expected {expected}, got {describe(out)}")
-    flags = out.flags
-    if not (flags.c_contiguous and flags.writeable and flags.aligned):
-        raise ValueError(f"out: expected {expected}, got one that is strided, read-only or not aligned")
-    return out
-
-
-cdef int check_out(out, str name, cnp.ndarray array) except -1:
-    """Refuse a result that would be written over an input."""
-    if out is not None and isinstance(out, np.ndarray) and np.may_share_memory(out, array):
-        raise ValueError(f"out: expected an array that does not overlap {name}")
-    return 0

@@ -1,14 +1,8 @@
 """Attention over K and V in blocks.
 
-    batch --> tiles: some queries of one sequence, for some KV heads    (one softmax each)
-          --> tasks: a tile's positions, in parts if they are many      (one thread each)
-
-A task runs through its positions a few rows at a time, and keeps for each of its query rows the greatest
+A task (see plan.pyx) runs through its positions a few rows at a time, and keeps for each of its query rows the greatest
 score m, the sum l of exp(score - m), and the sum acc of exp(score - m) * v: the online softmax. Whoever
 finishes the last part of a tile merges all parts in their order, and writes the result.
-
-Tiles and parts follow from the shape of each sequence alone, so results are the same to the bit for any
-number of threads, and whatever else is in the batch.
 
 Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-2, section 3.1 (tiles,
 division at the end); Dao et al. 2023, Flash-Decoding (parts merged by log-sum-exp).
@@ -17,10 +11,13 @@ division at the end); Dao et al. 2023, Flash-Decoding (parts merged by log-sum-e
 from libc.float cimport FLT_MAX
 from libc.math cimport INFINITY, expf, logf
 from libc.stdint cimport int32_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc, qsort
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from pagedkv._kernels.parallel cimport parallel_for
+from pagedkv._kernels.plan cimport (
+    MAX_POSITIONS, PAD, AttendOptions, AttendPlan, AttendTask, AttendTile, KvView, QuerySpan, Scratch,
+    end_seen, first_seen, free_plan, lay_out, partial_floats, plan_attend, round_up, step_positions, tile_rows)
 
 import os
 
@@ -63,22 +60,6 @@ cdef extern from "<stdatomic.h>" nogil:
 
 
 cdef enum:
-    # Rows of scores, of q and of acc start on multiples of this many floats: two vectors of any set.
-    PAD = 32
-    # Query rows of one KV head from which lanes along them pay.
-    PANEL_ROWS = 24
-    # Query rows of a tile of panels: its q, acc and scores stay in the second-level cache.
-    TILE_ROWS = 256
-    # Positions at a time: of panels, and at least and at most for all heads together.
-    PANEL_POSITIONS = 48
-    MIN_POSITIONS = 8
-    MAX_POSITIONS = 64
-    # And as many bytes of K as may lie in the second-level cache beside as many of V, and the next of K.
-    STEP_BYTES = 64 << 10
-    # A sequence is worth this many tasks, if each gets this much to read, and this many positions.
-    TASKS_PER_SPAN = 64
-    PART_BYTES = 2 << 20
-    PART_POSITIONS = 256
     # A batch that reads less than this is done before a second thread has woken up.
     SERIAL_BYTES = 128 << 10
 
@@ -98,197 +79,11 @@ cdef struct Run:
     atomic_ptrdiff_t next_task
 
 
-# One thread's memory, cut up for a task.
-cdef struct Scratch:
-    float* q                    # [n_rows, q_stride], or panels
-    float* s                    # [positions, s_stride]
-    float* fade                 # [s_stride] each
-    float* slopes
-    float* places
-    float* partial              # m, l and acc, where they are not a part's
-    float* k_copy               # rows of one head, side by side
-    float* v_copy
-    const float** rows          # K, V, and the next K, V: MAX_POSITIONS each
-
-
 # The running state of the online softmax of one part of a tile.
 cdef struct Partial:
     float* m                    # [s_stride]
     float* l                    # [s_stride]
     float* acc                  # [n_rows, acc_stride]
-
-
-# --- sizes -------------------------------------------------------------------------------------------
-
-cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t multiple) noexcept nogil:
-    return (n + multiple - 1) // multiple * multiple
-
-
-cdef inline Py_ssize_t tile_rows(const AttendTile* tile, Py_ssize_t group) noexcept nogil:
-    return tile.n_heads * tile.n_queries * group
-
-
-cdef inline Py_ssize_t step_positions(const AttendTile* tile, const KvView* kv) noexcept nogil:
-    """How many positions a task takes at a time."""
-    cdef Py_ssize_t n
-    if tile.by_panels:
-        return PANEL_POSITIONS
-    n = STEP_BYTES // <Py_ssize_t>(tile.n_heads * kv.head_dim * sizeof(float)) // 4 * 4
-    return min(max(n, MIN_POSITIONS), MAX_POSITIONS)
-
-
-cdef inline Py_ssize_t partial_floats(const AttendTile* tile, const KvView* kv, Py_ssize_t group) noexcept nogil:
-    cdef Py_ssize_t n_rows = tile_rows(tile, group)
-    return 2 * round_up(n_rows, PAD) + n_rows * round_up(kv.v_head_dim, PAD)
-
-
-cdef Py_ssize_t lay_out(Scratch* scratch, float* base, const AttendTile* tile, const KvView* kv,
-                        Py_ssize_t group) noexcept nogil:
-    """Cut a thread's memory up for a tile; returns the floats used. With a NULL base it only counts."""
-    cdef Py_ssize_t n_rows = tile_rows(tile, group)
-    cdef Py_ssize_t s_stride = round_up(n_rows, PAD)
-    cdef Py_ssize_t positions = step_positions(tile, kv)
-    cdef Py_ssize_t copied = positions if tile.by_panels else 0
-    cdef Py_ssize_t used = 0
-    cdef uintptr_t start = <uintptr_t>base
-    scratch.rows = <const float**>start     # first: it wants the alignment of a pointer
-    used += round_up(4 * MAX_POSITIONS * sizeof(void*) // sizeof(float), PAD)
-    scratch.q = <float*>(start + used * sizeof(float))
-    used += s_stride * round_up(kv.head_dim, PAD)
-    scratch.s = <float*>(start + used * sizeof(float))
-    used += s_stride * positions
-    scratch.fade = <float*>(start + used * sizeof(float))
-    scratch.slopes = <float*>(start + (used + s_stride) * sizeof(float))
-    scratch.places = <float*>(start + (used + 2 * s_stride) * sizeof(float))
-    used += 3 * s_stride
-    scratch.partial = <float*>(start + used * sizeof(float))
-    used += partial_floats(tile, kv, group)
-    scratch.k_copy = <float*>(start + used * sizeof(float))
-    used += copied * round_up(kv.head_dim, PAD)
-    scratch.v_copy = <float*>(start + used * sizeof(float))
-    used += copied * round_up(kv.v_head_dim, PAD)
-    return used
-
-
-# --- who sees what -----------------------------------------------------------------------------------
-
-cdef inline Py_ssize_t first_seen(const AttendOptions* options, Py_ssize_t position) noexcept nogil:
-    """The first position that the query at `position` sees. Never falls as position grows."""
-    return max(0, position - options.window + 1) if options.window else 0
-
-
-cdef inline Py_ssize_t end_seen(
-        const AttendOptions* options, Py_ssize_t position, Py_ssize_t seq_len) noexcept nogil:
-    """One past the last that it sees; at most `first_seen` if that is none. Never falls as position grows."""
-    cdef Py_ssize_t end = seq_len
-    if options.causal:
-        end = position + 1
-    elif options.window and position + options.window < seq_len:
-        end = position + options.window
-    return max(0, end)
-
-
-# --- the plan ----------------------------------------------------------------------------------------
-
-cdef int plan_attend(AttendPlan* plan, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans,
-                     Py_ssize_t n_q_heads, const AttendOptions* options) noexcept nogil:
-    cdef Py_ssize_t group = n_q_heads // kv.n_kv_heads
-    cdef Py_ssize_t i, n_tiles = 0, n_tasks = 0
-    plan.spans = spans
-    plan.n_q_heads = n_q_heads
-    # Twice over the same ground: count, then fill.
-    for i in range(n_spans):
-        add_span(plan, kv, i, group, options, &n_tiles, &n_tasks)
-    plan.tiles = <AttendTile*>malloc(max(n_tiles, 1) * sizeof(AttendTile))
-    plan.tasks = <AttendTask*>malloc(max(n_tasks, 1) * sizeof(AttendTask))
-    if plan.tiles is NULL or plan.tasks is NULL:
-        return -1
-    for i in range(n_spans):
-        add_span(plan, kv, i, group, options, &plan.n_tiles, &plan.n_tasks)
-    # The longest first, so that none is left to run alone at the end.
-    qsort(plan.tasks, plan.n_tasks, sizeof(AttendTask), compare_tasks)
-    return 0
-
-
-cdef void free_plan(AttendPlan* plan) noexcept nogil:
-    free(plan.tiles)
-    free(plan.tasks)
-    memset(plan, 0, sizeof(AttendPlan))
-
-
-cdef int compare_tasks(const void* a, const void* b) noexcept nogil:
-    cdef const AttendTask* x = <const AttendTask*>a
-    cdef const AttendTask* y = <const AttendTask*>b
-    if x.cost != y.cost:
-        return -1 if x.cost > y.cost else 1
-    if x.tile != y.tile:
-        return -1 if x.tile < y.tile else 1
-    return -1 if x.part < y.part else x.part > y.part
-
-
-cdef void add_span(AttendPlan* plan, const KvView* kv, Py_ssize_t index, Py_ssize_t group,
-                   const AttendOptions* options, Py_ssize_t* n_tiles, Py_ssize_t* n_tasks) noexcept nogil:
-    """Add one sequence's tiles and tasks to the plan, or, before it has memory, only count them."""
-    cdef const QuerySpan* span = &plan.spans[index]
-    cdef Py_ssize_t query_len = span.query_len
-    if query_len == 0:
-        return
-    cdef bint by_panels = query_len * group >= PANEL_ROWS
-    cdef Py_ssize_t n_query_tiles = 1, n_head_tiles = 1, queries_per_tile
-    if by_panels:
-        n_query_tiles = min(query_len, (query_len * group + TILE_ROWS - 1) // TILE_ROWS)
-        n_head_tiles = kv.n_kv_heads
-    queries_per_tile = (query_len + n_query_tiles - 1) // n_query_tiles
-    n_query_tiles = (query_len + queries_per_tile - 1) // queries_per_tile
-    cdef Py_ssize_t wanted_parts = (TASKS_PER_SPAN + n_query_tiles * n_head_tiles - 1) // (n_query_tiles * n_head_tiles)
-    cdef AttendTile tile
-    cdef Py_ssize_t i, h
-    memset(&tile, 0, sizeof(tile))
-    tile.span = index
-    tile.by_panels = by_panels
-    tile.n_heads = kv.n_kv_heads // n_head_tiles
-    for i in range(n_query_tiles):
-        tile.first_query = i * queries_per_tile
-        tile.n_queries = min(queries_per_tile, query_len - tile.first_query)
-        for h in range(n_head_tiles):
-            tile.first_head = h * tile.n_heads
-            add_tile(plan, kv, &tile, group, options, wanted_parts, n_tiles, n_tasks)
-
-
-cdef void add_tile(AttendPlan* plan, const KvView* kv, AttendTile* tile, Py_ssize_t group,
-                   const AttendOptions* options, Py_ssize_t wanted_parts,
-                   Py_ssize_t* n_tiles, Py_ssize_t* n_tasks) noexcept nogil:
-    cdef const QuerySpan* span = &plan.spans[tile.span]
-    cdef Py_ssize_t position = span.seq_len - span.query_len + tile.first_query
-    cdef Py_ssize_t begin = min(first_seen(options, position), span.seq_len)
-    cdef Py_ssize_t end = max(begin, end_seen(options, position + tile.n_queries - 1, span.seq_len))
-    cdef Py_ssize_t n = end - begin
-    # A position costs the reading of its rows, and from about four query rows on the computing on them.
-    cdef double bytes = tile.n_heads * (kv.head_dim + kv.v_head_dim) * sizeof(float)
-    cdef double cost = bytes * max(1.0, tile.n_queries * group / 4.0)
-    cdef Py_ssize_t least = max(<Py_ssize_t>(PART_BYTES / cost), PART_POSITIONS * (2 if tile.by_panels else 1))
-    cdef Py_ssize_t size = max(least, (n + wanted_parts - 1) // wanted_parts)
-    size = round_up(size, MAX_POSITIONS)
-    tile.n_parts = max(1, (n + size - 1) // size)
-    cdef Scratch unused
-    cdef AttendTask* task
-    cdef Py_ssize_t part
-    if plan.tasks is not NULL:
-        if tile.n_parts > 1:
-            tile.first_part = plan.part_floats
-            plan.part_floats += tile.n_parts * partial_floats(tile, kv, group)
-        plan.scratch_floats = max(plan.scratch_floats, lay_out(&unused, NULL, tile, kv, group))
-        plan.cost += n * cost
-        for part in range(tile.n_parts):
-            task = &plan.tasks[n_tasks[0] + part]
-            task.tile = n_tiles[0]
-            task.part = part
-            task.begin = begin + part * size
-            task.end = min(end, task.begin + size)
-            task.cost = (task.end - task.begin) * cost
-        plan.tiles[n_tiles[0]] = tile[0]
-    n_tiles[0] += 1
-    n_tasks[0] += tile.n_parts
 
 
 # --- the run -----------------------------------------------------------------------------------------
