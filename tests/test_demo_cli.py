@@ -61,7 +61,7 @@ def test_a_run_prints_texts_to_stdout_and_the_table_to_stderr(path, capsys):
     assert main(["demo", "--model", path, "--max-tokens", "5", "--verify", *arguments]) == 0
     out, err = capsys.readouterr()
     assert set(continuations(out, prompts)) == {1, 2, 3}
-    for name in ("prefill", "decode", "K/V held", "blocks", "shared", "sent back", "attention"):
+    for name in ("prefill", "decode", "K/V held", "blocks held", "blocks shared", "sent back", "attention"):
         assert re.search(rf"^{name} ", err, flags=re.MULTILINE)
     assert "verified: 3 of 3" in err
 
@@ -281,7 +281,7 @@ def test_several_texts_share_a_board_and_are_whole_at_the_end(terminal, tokenize
     transcript.refresh({1})
     assert terminal.screen() == [
         "  1 done    world hello world",
-        "  2 running 字漢字漢字漢字漢字",
+        "  2 running 漢字漢字漢字漢字",
         "  3 waiting three",
         "",
     ]

@@ -130,7 +130,7 @@ def test_compare_finds_the_first_difference(model):
     right = alone(model, tokens(9), 6)
     wrong = [*right[:3], (right[3] + 1) % 300, *right[4:]]
     mismatch = compare(model, tokens(9), wrong, Work())
-    assert (mismatch.index, mismatch.expected, mismatch.got) == (3, right[3], wrong[3])
+    assert (mismatch.place, mismatch.expected, mismatch.got) == (3, right[3], wrong[3])
     assert mismatch.margin > 0
 
 
