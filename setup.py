@@ -17,14 +17,20 @@ from setuptools import Extension, setup
 MODULES = {
     "pagedkv._kernels.parallel": ["pagedkv/_kernels/pool.h"],
     "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h"],
-    #"pagedkv._kernels.attend": [],
+    "pagedkv._kernels.plan": [],
+    "pagedkv._kernels.attend": [
+        f"pagedkv/_kernels/{name}.h"
+        for name in ("simd", "simd_plain", "simd_sse2", "simd_avx2", "simd_avx512", "simd_neon", "simd_math",
+                     "simd_end", "attend_kernels")
+    ],
     "pagedkv._arrays": [],
     "pagedkv.allocator": [],
     "pagedkv.store": [],
+    "pagedkv._table": [],
     "pagedkv.contiguous": [],
     "pagedkv.sequence": [],
-    #"pagedkv.attention": [],
-    #"pagedkv.step": [],
+    "pagedkv.attention": [],
+    "pagedkv.step": [],
 }
 
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")

@@ -5,10 +5,12 @@ a block table and a length (`PagedKvCache`). `paged_attention` attends straight 
 and `Step` makes one forward pass of a batch a transaction.
 """
 
+from pagedkv.attention import attention, paged_attention
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import StoreStats
+from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
 
@@ -22,7 +24,10 @@ __all__ = [
     "PagedKvError",
     "PagedKvStore",
     "PagedStoreExhausted",
+    "Step",
     "StoreStats",
+    "attention",
     "get_num_threads",
+    "paged_attention",
     "set_num_threads",
 ]

@@ -20,12 +20,19 @@ cdef cnp.ndarray as_step(
 # Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length).
 cdef cnp.ndarray as_float32(object array, str name, tuple shape)
 
+# What a result is written to: `out` if it is writable, native, C-contiguous float32 of this shape, or, for None, a new array.
+cdef cnp.ndarray as_result(object out, str name, tuple shape)
+# ValueError if a result would be written over an input; both C-contiguous.
+cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) except -1
+
 # Block ids as a C-contiguous int32 array of its own, each in [0, total).
 cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total)
 
 cdef cnp.ndarray empty_ids(Py_ssize_t n)
 cdef cnp.ndarray empty_slots(Py_ssize_t n)
 
+# Uninitialised float32 of up to three axes.
+cdef cnp.ndarray empty_floats(tuple shape)
 # An aligned, uninitialised float32 array; MemoryError where it can't be had. Untouched pages cost nothing.
 cdef cnp.ndarray empty_rows(tuple shape)
 

@@ -129,13 +129,51 @@ cdef cnp.ndarray as_step(
     return check_rows(array, name, n_layers, -1, n_heads, head_dim)
 
 
+cdef inline bint fits(cnp.ndarray array, tuple shape):
+    """Whether an array has this shape; None stands for any length."""
+    cdef Py_ssize_t i, n_axes = len(shape)
+    if cnp.PyArray_NDIM(array) != n_axes:
+        return False
+    for i in range(n_axes):
+        if shape[i] is not None and cnp.PyArray_DIM(array, <int>i) != <Py_ssize_t>shape[i]:
+            return False
+    return True
+
+
 cdef cnp.ndarray as_float32(object array, str name, tuple shape):
+    if is_ready(array) and fits(<cnp.ndarray>array, shape):
+        return <cnp.ndarray>array
     wanted = ", ".join("n" if n is None else str(n) for n in shape)
     expected = f"float32 [{wanted}]"
-    cdef object result = convert(array, name, expected)
-    if result.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, result.shape, strict=True)):
+    cdef cnp.ndarray result = convert(array, name, expected)
+    if not fits(result, shape):
         raise ValueError(f"{name}: expected {expected}, got {describe(result)}")
     return np.require(result, requirements="CA")
+
+
+# --- results ---------------------------------------------------------------------------------------
+
+cdef cnp.ndarray as_result(object out, str name, tuple shape):
+    if out is None:
+        return empty_floats(shape)
+    if is_ready(out) and cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) and fits(<cnp.ndarray>out, shape):
+        return <cnp.ndarray>out
+    expected = f"a writable, C-contiguous float32 array {list(shape)}"
+    if not cnp.PyArray_Check(out) or out.dtype != np.float32 or not out.dtype.isnative:
+        raise TypeError(f"{name}: expected {expected}, got {describe(out)}")
+    if not fits(<cnp.ndarray>out, shape):
+        raise ValueError(f"{name}: expected {expected}, got {describe(out)}")
+    if not cnp.PyArray_ISCARRAY(<cnp.ndarray>out):
+        raise ValueError(f"{name}: expected {expected}, got one that is strided, read-only or not aligned")
+    return out  # of a subclass
+
+
+cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) except -1:
+    cdef char* a = <char*>cnp.PyArray_DATA(out)
+    cdef char* b = <char*>cnp.PyArray_DATA(array)
+    if a < b + cnp.PyArray_NBYTES(array) and b < a + cnp.PyArray_NBYTES(out):
+        raise ValueError(f"{name}: expected an array that does not overlap {other}")
+    return 0
 
 
 # --- block ids -------------------------------------------------------------------------------------
@@ -175,6 +213,14 @@ cdef cnp.ndarray empty_ids(Py_ssize_t n):
 cdef cnp.ndarray empty_slots(Py_ssize_t n):
     cdef cnp.npy_intp size = n
     return cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT64, 0)
+
+
+cdef cnp.ndarray empty_floats(tuple shape):
+    cdef cnp.npy_intp sizes[3]
+    cdef Py_ssize_t i, n_axes = len(shape)
+    for i in range(n_axes):
+        sizes[i] = shape[i]
+    return cnp.PyArray_EMPTY(<int>n_axes, sizes, cnp.NPY_FLOAT32, 0)
 
 
 cdef cnp.ndarray empty_rows(tuple shape):

@@ -29,7 +29,7 @@ class PagedStoreExhausted(_Exhausted):
     total : int
         Blocks of the store.
     held : int
-        Blocks that the asking sequences hold already.
+        Blocks that the asking sequences hold already, and would keep.
     can_ever_fit : bool
         Whether the request could be met if everyone else gave their blocks back: False means
         that waiting is of no use.

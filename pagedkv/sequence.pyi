@@ -2,13 +2,13 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self, disjoint_base
+from typing_extensions import Self
 
+from pagedkv._table import BlockTable
 from pagedkv.contiguous import KvCache
 from pagedkv.store import PagedKvStore, _BlockIds
 
-@disjoint_base
-class PagedKvCache:
+class PagedKvCache(BlockTable):
     @property
     def store(self) -> PagedKvStore | None: ...
     @property

@@ -18,9 +18,12 @@ from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, descri
 from pagedkv._kernels.attend cimport KvView, QuerySpan
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport scatter_rows
-from pagedkv.attention cimport attend_rows, view_layer
+from pagedkv._table cimport blocks_for
+from pagedkv.attention cimport as_query_lens, attend_rows, view_layer
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
+
+from collections import Counter
 
 import numpy as np
 
@@ -396,12 +399,22 @@ cdef class Step:
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed):
-        """The error for a batch that does not fit; what the batch holds is counted only now."""
-        held = set()
-        for cache in self.caches:
-            held.update(cache.block_table.tolist())
-        held.discard(-1)
-        return PagedStoreExhausted(needed, self.store.free_block_count, self.store.total_blocks, len(held))
+        """The error for a batch that does not fit. What it would hold if all others let go is counted only now."""
+        cdef PagedKvCache cache
+        cdef Py_ssize_t i, j, alone = 0, size = self.store.block_size
+        holders = Counter()
+        for i in range(self.n_caches):
+            cache = <PagedKvCache>self.caches[i]
+            holders.update(cache.block_table[cache.n_dropped:].tolist())
+            alone += self.changes[i].n_missing
+        alone += len(holders)
+        for i in range(self.n_caches):
+            cache = <PagedKvCache>self.caches[i]
+            if self.changes[i].n_copies:
+                for j in range(cache.length // size,
+                               min(cache.n_blocks, blocks_for(cache.length + self.query_lens[i], size))):
+                    alone += holders[cache.table[j]] > 1
+        return PagedStoreExhausted(needed, self.store.free_block_count, self.store.total_blocks, alone - needed)
 
     cdef int begin_call(self) except -1:
         """One call at a time, and only while the step is open."""
@@ -420,15 +433,3 @@ cdef class Step:
         if self.slots is None:
             raise RuntimeError("step: not entered yet")
         return 0
-
-
-cdef tuple as_query_lens(query_lens, Py_ssize_t n):
-    """One length a sequence."""
-    if hasattr(query_lens, "__index__") and not getattr(query_lens, "ndim", 0):
-        return (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
-    if not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
-        raise TypeError(f"query_lens: expected an integer or one for each cache, got {describe(query_lens)}")
-    lens = [as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(query_lens)]
-    if len(lens) != n:
-        raise ValueError(f"query_lens: expected {n} lengths, one for each cache, got {len(lens)}")
-    return tuple(lens)

@@ -1,0 +1,54 @@
+/* The vocabulary in AVX-512F. */
+
+#define LANES 16
+
+typedef __m512 V(vec);
+typedef __m512i V(ivec);
+
+SIMD_INLINE V(vec) V(zero)(void) { return _mm512_setzero_ps(); }
+SIMD_INLINE V(vec) V(set1)(float x) { return _mm512_set1_ps(x); }
+SIMD_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
+SIMD_INLINE __mmask16 V(first)(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
+SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) { return _mm512_maskz_loadu_ps(V(first)(n), p); }
+SIMD_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
+SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) { _mm512_mask_storeu_ps(p, V(first)(n), v); }
+SIMD_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
+SIMD_INLINE V(vec) V(sub)(V(vec) a, V(vec) b) { return _mm512_sub_ps(a, b); }
+SIMD_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm512_mul_ps(a, b); }
+SIMD_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm512_div_ps(a, b); }
+SIMD_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm512_fmadd_ps(a, b, c); }
+SIMD_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm512_max_ps(a, b); }
+SIMD_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm512_min_ps(a, b); }
+SIMD_INLINE V(vec) V(select_less)(V(vec) x, V(vec) y, V(vec) a, V(vec) b) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
+}
+SIMD_INLINE V(ivec) V(to_int)(V(vec) x) { return _mm512_cvtps_epi32(x); }
+SIMD_INLINE V(vec) V(to_float)(V(ivec) v) { return _mm512_cvtepi32_ps(v); }
+SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(127)), 23));
+}
+SIMD_INLINE __m128 V(fold)(V(vec) v) { /* the four quarters, added */
+    __m512 half = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+    return _mm512_castps512_ps128(_mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
+}
+SIMD_INLINE float V(sum)(V(vec) v) {
+    __m128 half = V(fold)(v);
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
+    __m128 a4 = V(fold)(a), b4 = V(fold)(b), c4 = V(fold)(c), d4 = V(fold)(d);
+    __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a4, b4), _mm_unpackhi_ps(a4, b4)); /* a02 b02 a13 b13 */
+    __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c4, d4), _mm_unpackhi_ps(c4, d4));
+    _mm_storeu_ps(p, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+
+/* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */
+#define ACC_VECS(n) 4
+
+/* Keeps the compiler from loading v anew at each use. */
+#if defined(__GNUC__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#else
+#define IN_REGISTER(v) ((void)0)
+#endif

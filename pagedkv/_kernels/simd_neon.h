@@ -1,0 +1,53 @@
+/* The vocabulary in AArch64 NEON. */
+
+#define LANES 4
+
+typedef float32x4_t V(vec);
+typedef int32x4_t V(ivec);
+
+SIMD_INLINE V(vec) V(zero)(void) { return vdupq_n_f32(0.0f); }
+SIMD_INLINE V(vec) V(set1)(float x) { return vdupq_n_f32(x); }
+SIMD_INLINE V(vec) V(load)(const float *p) { return vld1q_f32(p); }
+SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) {
+    float32x4_t v = vld1q_lane_f32(p, vdupq_n_f32(0.0f), 0);
+    if (n > 1)
+        v = vld1q_lane_f32(p + 1, v, 1);
+    return n > 2 ? vld1q_lane_f32(p + 2, v, 2) : v;
+}
+SIMD_INLINE void V(store)(float *p, V(vec) v) { vst1q_f32(p, v); }
+SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) {
+    vst1q_lane_f32(p, v, 0);
+    if (n > 1)
+        vst1q_lane_f32(p + 1, v, 1);
+    if (n > 2)
+        vst1q_lane_f32(p + 2, v, 2);
+}
+SIMD_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return vaddq_f32(a, b); }
+SIMD_INLINE V(vec) V(sub)(V(vec) a, V(vec) b) { return vsubq_f32(a, b); }
+SIMD_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return vmulq_f32(a, b); }
+SIMD_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return vdivq_f32(a, b); }
+SIMD_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return vfmaq_f32(c, a, b); }
+SIMD_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return vmaxq_f32(a, b); }
+SIMD_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return vminq_f32(a, b); }
+SIMD_INLINE V(vec) V(select_less)(V(vec) x, V(vec) y, V(vec) a, V(vec) b) {
+    return vbslq_f32(vcltq_f32(x, y), a, b);
+}
+SIMD_INLINE V(ivec) V(to_int)(V(vec) x) { return vcvtnq_s32_f32(x); }
+SIMD_INLINE V(vec) V(to_float)(V(ivec) v) { return vcvtq_f32_s32(v); }
+SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(v, vdupq_n_s32(127)), 23));
+}
+SIMD_INLINE float V(sum)(V(vec) v) { return vaddvq_f32(v); }
+SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
+    vst1q_f32(p, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+
+/* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */
+#define ACC_VECS(n) 4
+
+/* Keeps the compiler from loading v anew at each use. */
+#if defined(__GNUC__)
+#define IN_REGISTER(v) __asm__("" : "+w"(v))
+#else
+#define IN_REGISTER(v) ((void)0)
+#endif

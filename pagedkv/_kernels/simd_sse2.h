@@ -1,0 +1,61 @@
+/* The vocabulary in SSE2, which every x86-64 has. */
+
+#define LANES 4
+
+typedef __m128 V(vec);
+typedef __m128i V(ivec);
+
+SIMD_INLINE V(vec) V(zero)(void) { return _mm_setzero_ps(); }
+SIMD_INLINE V(vec) V(set1)(float x) { return _mm_set1_ps(x); }
+SIMD_INLINE V(vec) V(load)(const float *p) { return _mm_loadu_ps(p); }
+SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) {
+    if (n == 1)
+        return _mm_load_ss(p);
+    __m128 low = _mm_castpd_ps(_mm_load_sd((const double *)(const void *)p));
+    return n == 2 ? low : _mm_movelh_ps(low, _mm_load_ss(p + 2));
+}
+SIMD_INLINE void V(store)(float *p, V(vec) v) { _mm_storeu_ps(p, v); }
+SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) {
+    if (n == 1) {
+        _mm_store_ss(p, v);
+        return;
+    }
+    _mm_store_sd((double *)(void *)p, _mm_castps_pd(v));
+    if (n == 3)
+        _mm_store_ss(p + 2, _mm_movehl_ps(v, v));
+}
+SIMD_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm_add_ps(a, b); }
+SIMD_INLINE V(vec) V(sub)(V(vec) a, V(vec) b) { return _mm_sub_ps(a, b); }
+SIMD_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm_mul_ps(a, b); }
+SIMD_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm_div_ps(a, b); }
+SIMD_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
+SIMD_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm_max_ps(a, b); }
+SIMD_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm_min_ps(a, b); }
+SIMD_INLINE V(vec) V(select_less)(V(vec) x, V(vec) y, V(vec) a, V(vec) b) {
+    __m128 less = _mm_cmplt_ps(x, y);
+    return _mm_or_ps(_mm_and_ps(less, a), _mm_andnot_ps(less, b));
+}
+SIMD_INLINE V(ivec) V(to_int)(V(vec) x) { return _mm_cvtps_epi32(x); }
+SIMD_INLINE V(vec) V(to_float)(V(ivec) v) { return _mm_cvtepi32_ps(v); }
+SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_add_epi32(v, _mm_set1_epi32(127)), 23));
+}
+SIMD_INLINE float V(sum)(V(vec) v) {
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps(v, v, 1)));
+}
+SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
+    __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)); /* a02 b02 a13 b13 */
+    __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    _mm_storeu_ps(p, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+
+/* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */
+#define ACC_VECS(n) ((n) <= 2 ? 4 : 2)
+
+/* Keeps the compiler from loading v anew at each use. */
+#if defined(__GNUC__)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#else
+#define IN_REGISTER(v) ((void)0)
+#endif

@@ -1,0 +1,162 @@
+"""BlockTable: a sequence's blocks and length at C level, and the guard that keeps calls apart.
+
+    table    [ -1 | -1 |  7 |  3 |  9 | 12 ]        n_blocks = 6, n_dropped = 2
+               dropped   read......  ^   ^
+                                     |   reserved: held, past the length
+                                     tail: part-full
+
+A table holds one reference to every block it names.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t
+
+from pagedkv._arrays cimport empty_ids
+from pagedkv.store cimport PagedKvStore
+
+import numpy as np
+
+from pagedkv.errors import PagedStoreExhausted
+
+
+@cython.no_gc_clear  # the blocks go back to the store when the table goes: it must still be there
+cdef class BlockTable:
+    """What `PagedKvCache` makes public."""
+
+    def __dealloc__(self):
+        if self.store is not None:
+            self.give_back_from(self.n_dropped)
+
+    # --- the guard ---
+
+    cdef int lock_write(self) except -1:
+        cdef bint idle
+        with cython.critical_section(self):
+            idle = self.users == 0
+            if idle:
+                self.users = -1
+        if not idle:
+            raise RuntimeError("cache: in use by a running Step, attention or copy")
+        return 0
+
+    cdef int begin_write(self, PagedKvStore store) except -1:
+        self.lock_write()
+        if self.store is not store and self.n_blocks:
+            try:
+                self.bind(store)
+            except BaseException:
+                self.end_write()
+                raise
+        return 0
+
+    cdef void end_write(self) noexcept:
+        if self.n_blocks == 0 and self.store is not None:
+            self.store = None
+        with cython.critical_section(self):
+            self.users = 0
+
+    cdef int begin_read(self, PagedKvStore store) except -1:
+        cdef bint free
+        with cython.critical_section(self):
+            free = self.users >= 0
+            if free:
+                self.users += 1
+        if not free:
+            raise RuntimeError("cache: in use by a running Step, or a call that changes it")
+        if self.store is not store and self.n_blocks:
+            try:
+                self.bind(store)
+            except BaseException:
+                self.end_read()
+                raise
+        return 0
+
+    cdef void end_read(self) noexcept:
+        with cython.critical_section(self):
+            self.users -= 1
+
+    cdef int bind(self, PagedKvStore store) except -1:
+        """Tie adopted blocks to the first store they are used with."""
+        if self.store is not None:
+            raise ValueError("store: expected the store whose blocks this cache holds, got another")
+        check_adopted(store, self.table, self.n_blocks, self.block_size)
+        self.store = store
+        return 0
+
+    # --- the table ---
+
+    cdef Py_ssize_t n_missing(self, PagedKvStore store, Py_ssize_t n_new) noexcept:
+        cdef Py_ssize_t n = self.length + n_new - self.n_blocks * store.block_size
+        return blocks_for(n, store.block_size) if n > 0 else 0
+
+    cdef Py_ssize_t n_shared(self, PagedKvStore store, Py_ssize_t n_new) noexcept:
+        cdef Py_ssize_t i, n = 0, size = store.block_size
+        if n_new and self.length < self.n_blocks * size:
+            for i in range(self.length // size, min(self.n_blocks, blocks_for(self.length + n_new, size))):
+                n += store.blocks.counts[self.table[i]] > 1
+        return n
+
+    cdef int make_room(self, Py_ssize_t n_entries) except -1:
+        if self.table is not None and n_entries <= self.table.shape[0]:
+            return 0
+        larger = empty_ids(max(n_entries, 2 * self.n_blocks, 16))
+        if self.n_blocks:
+            larger[:self.n_blocks] = np.asarray(self.table[:self.n_blocks])
+        with cython.critical_section(self):
+            self.table = larger
+        return 0
+
+    cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1:
+        """Make the next n_new positions writable: take their blocks, copy those that others hold too. All or nothing."""
+        cdef Py_ssize_t n_missing = self.n_missing(store, n_new)
+        cdef Py_ssize_t n_shared = self.n_shared(store, n_new)
+        cdef Py_ssize_t n_taken = n_missing + n_shared
+        cdef Py_ssize_t kept = self.n_blocks - self.n_dropped - n_shared
+        if n_taken == 0:
+            return 0
+        if n_taken > store.blocks.total:  # more than a table should be made for
+            raise PagedStoreExhausted(n_taken, store.blocks.n_free(), store.blocks.total, kept)
+        self.make_room(self.n_blocks + n_taken)
+        store.take(&self.table[self.n_blocks], n_taken, kept)
+        self.store = store
+        self.block_size = store.block_size
+        self.n_blocks += n_missing
+        if n_shared:
+            self.copy_shared(n_missing, n_shared)
+        return 0
+
+    cdef int copy_shared(self, Py_ssize_t n_missing, Py_ssize_t n_copies) except -1:
+        """Replace the shared blocks from the length on by the copies that wait behind the table's end."""
+        cdef PagedKvStore store = self.store
+        cdef Py_ssize_t copy = self.n_blocks, end = self.n_blocks + n_copies, size = self.block_size
+        cdef Py_ssize_t i
+        cdef int32_t old
+        for i in range(self.length // size, self.n_blocks - n_missing):
+            old = self.table[i]
+            if copy < end and store.blocks.counts[old] > 1:
+                store.copy_block_rows(self.table[copy], old, min(max(self.length - i * size, 0), size))
+                self.table[i] = self.table[copy]
+                store.give_back(&old, 1)
+                store.copies_on_write += 1
+                copy += 1
+        if copy < end:  # another holder let go meanwhile
+            store.give_back(&self.table[copy], end - copy)
+        return 0
+
+    cdef int give_back_from(self, Py_ssize_t first) except -1:
+        """Give back the blocks of the entries [first, n_blocks)."""
+        if first < self.n_blocks:
+            self.store.give_back(&self.table[first], self.n_blocks - first)
+        return 0
+
+
+cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
+    cdef Py_ssize_t i
+    if block_size != store.block_size:
+        raise ValueError(f"block_size: expected {store.block_size}, the store's, got {block_size}")
+    for i in range(n):
+        if table[i] >= store.blocks.total:
+            raise IndexError(f"block_table: expected ids from 0 to {store.blocks.total - 1}, got {table[i]}")
+        if store.blocks.counts[table[i]] == 0:
+            raise ValueError(f"block_table: expected blocks that someone holds, got {table[i]}, which is free")
+    return 0

@@ -1,0 +1,17 @@
+# Attention for whoever has a batch ready. See attention.pyx.
+
+from pagedkv._kernels.attend cimport KvView, QuerySpan
+from pagedkv.store cimport PagedKvStore
+
+# One layer of a store, as the kernels see it.
+cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept
+
+# Checks q and the options, refuses what would read dropped positions, makes out (and lse), and computes
+# without the GIL. The caller keeps the tables, spans and K/V alive and unchanged until it returns.
+cdef object attend_rows(
+    object q, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
+    object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
+    object out, object return_lse, int n_threads)
+
+# One query length, 0 or more, for each of n sequences; an integer stands for all.
+cdef tuple as_query_lens(object query_lens, Py_ssize_t n)

@@ -1,0 +1,332 @@
+"""paged_attention and attention: what the caller gave, checked and handed to the kernels.
+
+Everything is checked here, once; below this floor nothing is. The caches of a call are held as
+readers while it runs, so their tables cannot move under the kernel.
+"""
+
+cimport cython
+cimport numpy as cnp
+from libc.float cimport FLT_MIN
+from libc.math cimport isfinite, sqrt
+from libc.stdint cimport int32_t
+from libc.stdlib cimport calloc, free
+
+from pagedkv._arrays cimport (
+    as_float32, as_index, as_result, as_size, as_thread_count, check_apart, describe, empty_floats)
+from pagedkv._kernels.attend cimport AttendOptions, KvView, QuerySpan, attend_batch
+from pagedkv._kernels.parallel cimport resolve_threads
+from pagedkv.sequence cimport PagedKvCache
+from pagedkv.store cimport PagedKvStore
+
+from numbers import Real
+
+import numpy as np
+
+cdef Py_ssize_t MAX_POSITIONS = 1 << 60  # sums of two stay far from overflow
+cdef Py_ssize_t MAX_ROWS = 1 << 40
+
+
+def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_lens=None, scale=None, window=None,
+                    softcap=None, sinks=None, alibi_slopes=None, causal=True, out=None, return_lse=False,
+                    n_threads=None):
+    """Attention of a batch of sequences, straight through their block tables.
+
+    Query ``i`` of a sequence with query length ``L`` stands at position ``seq_len - L + i``, sees itself
+    and what comes before, and its score against position ``j`` is ``scale * q . k[j]``. Then, where
+    asked for: ``score = softcap * tanh(score / softcap)``, and ``score -= alibi_slopes[head] * distance``.
+
+    Parameters
+    ----------
+    q : array, float32 ``[n_rows, n_q_heads, head_dim]``
+        The query rows of all sequences, one after the other: ``n_rows = sum(query_lens)``. ``n_q_heads``
+        is a multiple of ``n_kv_heads``; neighbouring query heads share one head of K and V.
+    store : PagedKvStore
+    caches : PagedKvCache, or a sequence of them
+        They hold the K and V of the query positions already. One may occur several times.
+    layer : int, optional
+    query_lens : int or sequence of int, optional
+        Query rows of each sequence, 0 or more; 1 without it.
+    scale : float, optional
+        ``1 / sqrt(head_dim)`` without it.
+    window : int, optional
+        How many positions a query sees at most, itself included. Without ``causal``, as many after it.
+    softcap : float, optional
+        Above 0 (Gemma 2).
+    sinks : array, float32 ``[n_q_heads]``, optional
+        One more score in each head's softmax, as it is, with no value behind it (gpt-oss).
+    alibi_slopes : array, float32 ``[n_q_heads]``, optional
+        Press et al. 2022, "Train Short, Test Long".
+    causal : bool, optional
+        Without it, a query sees what comes after it too.
+    out : float32 array ``[n_rows, n_q_heads, v_head_dim]``, optional
+        C-contiguous; gets the result. It must not overlap an input.
+    return_lse : bool, optional
+        Whether to return the log-sum-exp too.
+    n_threads : int, optional
+        `get_num_threads()` without it. The result is the same to the bit for any number.
+
+    Returns
+    -------
+    out : float32 array ``[n_rows, n_q_heads, v_head_dim]``
+        Zeros where nothing is visible.
+    lse : float32 array ``[n_rows, n_q_heads]``, with ``return_lse``
+        Natural logarithm of the sum of ``exp(score)``, sinks included; ``-inf`` where that sum is empty.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        An argument of another type, dtype, shape or range; a query length above its ``seq_len``; a cache
+        of another store; a window that reaches back to positions that were dropped.
+    RuntimeError
+        A cache is in use by a `Step`, or a call that changes it.
+    MemoryError
+        No memory for the result or for intermediate sums.
+
+    Notes
+    -----
+    Threads: runs without the GIL. Until it returns, calls that would change one of the caches raise
+    RuntimeError. Sources: Milakov & Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2, section
+    3.1), Dao et al. 2023 (Flash-Decoding: long sequences in parts, merged by log-sum-exp).
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=4, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> cache = pagedkv.PagedKvCache()
+    >>> cache.push(store, np.ones(2, np.float32), np.array([3, 4], np.float32))
+    >>> q = np.ones((1, 2, 2), np.float32)                 # one row of two query heads
+    >>> pagedkv.paged_attention(q, store, [cache]).tolist()
+    [[[3.0, 4.0], [3.0, 4.0]]]
+    """
+    caches = [caches] if isinstance(caches, PagedKvCache) else as_caches(caches)
+    cdef Py_ssize_t n_caches = len(caches), n_reading = 0, n_rows, row = 0, i
+    cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+    cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
+    cdef tuple lens = as_query_lens(1 if query_lens is None else query_lens, n_caches)
+    cdef PagedKvCache cache
+    cdef QuerySpan* spans
+    cdef KvView kv
+    n_rows = as_size(sum(lens), "query_lens", 0, MAX_ROWS)
+    view_layer(&kv, store, index)
+    spans = <QuerySpan*>calloc(max(n_caches, 1), sizeof(QuerySpan))
+    if spans is NULL:
+        raise MemoryError("caches: cannot allocate the plan of the batch")
+    try:
+        for i in range(n_caches):
+            cache = <PagedKvCache>caches[i]
+            cache.begin_read(store)
+            n_reading += 1
+            spans[i].query_len = lens[i]
+            if spans[i].query_len > cache.length:
+                raise ValueError(f"query_lens[{i}]: expected at most the sequence's {cache.length} positions, "
+                                 f"got {spans[i].query_len}")
+            spans[i].table = &cache.table[0] if cache.n_blocks else NULL
+            spans[i].seq_len = cache.length
+            spans[i].first_position = cache.n_dropped * store.block_size
+            spans[i].first_row = row
+            row += spans[i].query_len
+        return attend_rows(q, &kv, spans, n_caches, n_rows, scale, window, softcap, sinks, alibi_slopes, causal,
+                           out, return_lse, threads)
+    finally:
+        for i in range(n_reading):
+            (<PagedKvCache>caches[i]).end_read()
+        free(spans)
+
+
+def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, alibi_slopes=None, causal=True,
+              out=None, return_lse=False, n_threads=None):
+    """Attention of one sequence over contiguous K and V, by the kernels of `paged_attention`.
+
+    Parameters
+    ----------
+    q : array, float32 ``[n, n_q_heads, head_dim]``
+        The last ``n`` of the ``s`` positions of K and V ask.
+    k, v : array, float32
+        ``[s, n_kv_heads, head_dim]`` and ``[s, n_kv_heads, v_head_dim]``, or flat ``[s, width]``, as the
+        ``k`` and ``v`` of a `KvCache` are. ``n_kv_heads`` of a flat ``k`` is its width by ``head_dim``.
+    scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse, n_threads
+        As for `paged_attention`. ``causal`` asks for ``n <= s``.
+
+    Returns
+    -------
+    out : float32 array ``[n, n_q_heads, v_head_dim]``, or ``(out, lse)``
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As `paged_attention`.
+
+    Notes
+    -----
+    Threads: runs without the GIL; nothing may change the arrays until it returns.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> k = v = np.eye(2, dtype=np.float32)                # two positions, one head of two values
+    >>> q = np.zeros((2, 1, 2), np.float32)
+    >>> pagedkv.attention(q, k, v).tolist()
+    [[[1.0, 0.0]], [[0.5, 0.5]]]
+    """
+    cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
+    cdef cnp.ndarray q_rows = as_float32(q, "q", (None, None, None))
+    cdef cnp.ndarray k_rows = as_kv(k, "k")
+    cdef cnp.ndarray v_rows = as_kv(v, "v")
+    cdef Py_ssize_t n = len(q_rows), s = len(k_rows)
+    cdef Py_ssize_t k_width = k_rows.size // s if s else width_of(k_rows)
+    cdef Py_ssize_t v_width = v_rows.size // len(v_rows) if len(v_rows) else width_of(v_rows)
+    cdef int32_t table = 0
+    cdef QuerySpan span
+    cdef KvView kv
+    kv.head_dim = q_rows.shape[2]
+    kv.n_kv_heads = k_rows.shape[1] if k_rows.ndim == 3 else k_width // max(1, kv.head_dim)
+    if kv.head_dim == 0 or kv.n_kv_heads == 0 or k_width != kv.n_kv_heads * kv.head_dim:
+        raise ValueError(f"k: expected heads of {kv.head_dim} values, as q has, got {describe(k_rows)}")
+    if len(v_rows) != s or v_width == 0 or v_width % kv.n_kv_heads or (
+            v_rows.ndim == 3 and v_rows.shape[1] != kv.n_kv_heads):
+        raise ValueError(f"v: expected {s} rows of {kv.n_kv_heads} heads, as k has, got {describe(v_rows)}")
+    kv.v_head_dim = v_width // kv.n_kv_heads
+    kv.k, kv.v = <const float*>cnp.PyArray_DATA(k_rows), <const float*>cnp.PyArray_DATA(v_rows)
+    kv.k_width, kv.v_width = k_width, v_width
+    kv.block_size = max(1, s)
+    if as_flag(causal, "causal") and n > s:
+        raise ValueError(f"q: expected at most the {s} rows of k while causal, got {n}")
+    if out is not None:
+        check_apart(as_result(out, "out", (n, q_rows.shape[1], kv.v_head_dim)), "out", k_rows, "k")
+        check_apart(out, "out", v_rows, "v")
+    span.table = &table
+    span.seq_len = s
+    span.first_position = 0
+    span.query_len = n
+    span.first_row = 0
+    return attend_rows(q_rows, &kv, &span, 1, n, scale, window, softcap, sinks, alibi_slopes, causal, out,
+                       return_lse, threads)
+
+
+# --- for whoever has a batch ready -------------------------------------------------------------------
+
+cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept:
+    kv.k = &store.k[layer, 0, 0]
+    kv.v = &store.v[layer, 0, 0]
+    kv.k_width = store.k.shape[2]
+    kv.v_width = store.v.shape[2]
+    kv.block_size = store.block_size
+    kv.n_kv_heads = store.n_kv_heads
+    kv.head_dim = store.head_dim
+    kv.v_head_dim = store.v_head_dim
+
+
+cdef object attend_rows(
+        object q, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
+        object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
+        object out, object return_lse, int n_threads):
+    cdef cnp.ndarray q_rows = as_float32(q, "q", (n_rows, None, kv.head_dim))
+    cdef Py_ssize_t n_q_heads = q_rows.shape[1]
+    cdef cnp.ndarray result, lse, sink_row, slope_row
+    cdef AttendOptions options
+    cdef float* lse_data = NULL
+    cdef int failed
+    if n_q_heads == 0 or n_q_heads % kv.n_kv_heads:
+        raise ValueError(f"q: expected a multiple of {kv.n_kv_heads} heads, got {describe(q_rows)}")
+    options.scale = 1 / sqrt(kv.head_dim) if scale is None else as_real(scale, "scale", False)
+    options.softcap = 0 if softcap is None else as_real(softcap, "softcap", True)
+    options.window = 0 if window is None else as_size(window, "window", 1, MAX_POSITIONS)
+    options.causal = as_flag(causal, "causal")
+    options.sinks = options.alibi_slopes = NULL
+    if sinks is not None:
+        sink_row = as_float32(sinks, "sinks", (n_q_heads,))
+        options.sinks = <const float*>cnp.PyArray_DATA(sink_row)
+    if alibi_slopes is not None:
+        slope_row = as_float32(alibi_slopes, "alibi_slopes", (n_q_heads,))
+        options.alibi_slopes = <const float*>cnp.PyArray_DATA(slope_row)
+    check_readable(spans, n_spans, &options)
+    result = as_result(out, "out", (n_rows, n_q_heads, kv.v_head_dim))
+    if out is not None:
+        check_apart(result, "out", q_rows, "q")
+        if sinks is not None:
+            check_apart(result, "out", sink_row, "sinks")
+        if alibi_slopes is not None:
+            check_apart(result, "out", slope_row, "alibi_slopes")
+    if as_flag(return_lse, "return_lse"):
+        lse = empty_floats((n_rows, n_q_heads))
+        lse_data = <float*>cnp.PyArray_DATA(lse)
+    with nogil:
+        failed = attend_batch(
+            <float*>cnp.PyArray_DATA(result), lse_data, <const float*>cnp.PyArray_DATA(q_rows), kv, spans, n_spans,
+            n_q_heads, &options, n_threads)
+    if failed:
+        raise MemoryError("attention: cannot allocate the memory for intermediate sums")
+    return result if lse_data is NULL else (result, lse)
+
+
+cdef int check_readable(const QuerySpan* spans, Py_ssize_t n_spans, const AttendOptions* options) except -1:
+    """Refuse a batch in which a query would read positions that were given back."""
+    cdef Py_ssize_t i, first
+    for i in range(n_spans):
+        if spans[i].first_position == 0 or spans[i].query_len == 0:
+            continue
+        first = 0
+        if options.window:
+            first = max(0, spans[i].seq_len - spans[i].query_len - options.window + 1)
+        if first < spans[i].first_position:
+            raise ValueError(
+                f"window: sequence {i} would be read from position {first} on, but those before "
+                f"{spans[i].first_position} were dropped")
+    return 0
+
+
+# --- arguments ---------------------------------------------------------------------------------------
+
+cdef list as_caches(caches):
+    if not isinstance(caches, (list, tuple)):
+        raise TypeError(f"caches: expected a PagedKvCache or a list of them, got {describe(caches)}")
+    for i, cache in enumerate(caches):
+        if not isinstance(cache, PagedKvCache):
+            raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")
+    return list(caches)
+
+
+cdef tuple as_query_lens(query_lens, Py_ssize_t n):
+    if hasattr(query_lens, "__index__") and not getattr(query_lens, "ndim", 0):
+        return (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
+    if not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
+        raise TypeError(f"query_lens: expected an integer or one for each cache, got {describe(query_lens)}")
+    lens = tuple([as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(query_lens)])
+    if len(lens) != n:
+        raise ValueError(f"query_lens: expected {n} lengths, one for each cache, got {len(lens)}")
+    return lens
+
+
+cdef cnp.ndarray as_kv(array, str name):
+    """K or V of `attention`: [s, width] or [s, heads, dim]."""
+    cdef int n_axes = 3 if getattr(array, "ndim", 2) == 3 else 2
+    return as_float32(array, name, (None,) * n_axes)
+
+
+cdef Py_ssize_t width_of(cnp.ndarray rows) except -1:
+    """Values of a row, where there may be no row."""
+    width = 1
+    for n in (<object>rows).shape[1:]:
+        width *= n
+    return width
+
+
+cdef float as_real(value, str name, bint positive) except? -1:
+    """A finite number; one of at least the smallest normal float32, if it has to be positive."""
+    cdef str expected = "a positive number" if positive else "a finite number"
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
+    cdef float number
+    try:
+        number = <double>float(value)
+    except OverflowError:
+        number = float("inf")
+    if not isfinite(number) or (positive and number < FLT_MIN):
+        raise ValueError(f"{name}: expected {expected} in the range of float32, got {value!r}")
+    return number
+
+
+cdef bint as_flag(value, str name) except? -1:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+    return bool(value)

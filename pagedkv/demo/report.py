@@ -1,0 +1,50 @@
+"""The table at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagedkv.demo.config import Config
+from pagedkv.demo.engine import Engine
+from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.scheduler import SchedulerCounts
+
+_FLOAT32_BYTES = 4
+
+
+def private_bytes(config: Config, lengths: Sequence[int]) -> int:
+    """What contiguous caches would take, one a sequence, of so many positions each, with every layer whole."""
+    row = config.n_kv_heads * (config.head_dim + config.v_head_dim) * _FLOAT32_BYTES
+    return sum(lengths) * config.n_layers * row
+
+
+def table(engine: Engine, kv: ModelKv, counts: SchedulerCounts, seconds: float, private: int) -> str:
+    """What the run did and took.
+
+    Parameters
+    ----------
+    seconds
+        Time of the whole run.
+    private
+        `private_bytes` of the same requests.
+    """
+    held = [
+        f"{group.store.stats().peak_held_blocks} of {kv.n_blocks} ({len(group.layers)} layers that see "
+        + ("everything)" if group.window is None else f"{group.window} positions)")
+        for group in kv.groups
+    ]
+    rows = {
+        "prefill": f"{engine.prefill.rate:.1f} tokens/s ({engine.prefill.tokens} prompt tokens computed)",
+        "decode": f"{engine.decode.rate:.1f} tokens/s ({counts.most_running} requests at once)",
+        "K/V held": f"{_mib(engine.peak_bytes)} at most; private contiguous caches would have taken {_mib(private)}",
+        "blocks held": f"at most {' and '.join(held)}",
+        "blocks shared": f"{counts.blocks_shared}; {counts.positions_shared} prompt tokens were not computed again",
+        "sent back": f"{counts.sent_back} requests, for want of blocks",
+        "attention": f"{kv.attention_seconds / seconds:.1%} of {seconds:.1f} s",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:.1f} MiB"
