@@ -97,6 +97,22 @@ def unchanged(store, *caches):
 
 
 @contextmanager
+def undone(store, *caches):
+    """As `unchanged`, after something that began and was taken back: blocks may have come and gone, and the rows
+    past a sequence's end, which nobody reads, may hold anything."""
+
+    def look():
+        readable = [store_rows(store, cache, layer) for cache in caches for layer in range(store.n_layers)]
+        counts = [store.refcount(block) for block in range(store.total_blocks)]
+        return counts, [(k.tobytes(), v.tobytes()) for k, v in readable], [cache_state(cache) for cache in caches]
+
+    before = look()
+    yield
+    assert look() == before
+    store.check(caches)
+
+
+@contextmanager
 def refused(error, argument, store, *caches):
     """The body raises that error, which names the argument, and changes nothing."""
     with unchanged(store, *caches):
