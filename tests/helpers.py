@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+import pagedkv
+
 _row_numbers = itertools.count(1)
 
 
@@ -58,6 +60,27 @@ def step_of(store):
     """One position's K and V, in the shape that push takes."""
     shape = () if store.n_layers == 1 else (store.n_layers,)
     return rows(*shape, store.k_width), rows(*shape, store.v_width)
+
+
+def batch(store, *lengths):
+    """Sequences of those lengths, and their rows."""
+    caches = [pagedkv.PagedKvCache() for _ in lengths]
+    return caches, [append(store, cache, n) for cache, n in zip(caches, lengths, strict=True)]
+
+
+def write_all(step):
+    """Write new rows to every layer; returns K and V, ``[n_layers, n_rows, width]``."""
+    store = step.store
+    k = rows(store.n_layers, step.n_rows, store.k_width)
+    v = rows(store.n_layers, step.n_rows, store.v_width)
+    for layer in range(store.n_layers):
+        step.write(layer, k[layer], v[layer])
+    return k, v
+
+
+def grown(old, new, rows_of_it):
+    """K and V of a sequence after a step: what it was, and its share of the new rows."""
+    return tuple(np.concatenate([old[side], new[side][:, rows_of_it]], axis=1) for side in (0, 1))
 
 
 def store_state(store):
