@@ -93,7 +93,7 @@ cdef class Step:
     cdef readonly PagedKvStore store
     cdef readonly tuple query_lens
     cdef readonly Py_ssize_t n_rows
-    cdef list caches
+    cdef tuple caches               # a tuple: the collector does not empty it under an open step
     cdef Py_ssize_t n_caches
     cdef int n_threads
     cdef State state
@@ -107,7 +107,7 @@ cdef class Step:
     cdef unsigned char[::1] written  # layers
 
     def __cinit__(self, PagedKvStore store not None, caches, query_lens=1, *, n_threads=None):
-        caches = [caches] if isinstance(caches, PagedKvCache) else list(caches)
+        caches = (caches,) if isinstance(caches, PagedKvCache) else tuple(caches)
         cdef Py_ssize_t i
         for i, cache in enumerate(caches):
             if not isinstance(cache, PagedKvCache):

@@ -1,9 +1,10 @@
 """PagedKvStore: the bytes of all blocks, for all layers, and who holds them."""
 
+cimport cython
 from libc.math cimport NAN
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, empty_rows
+from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_rows
 from pagedkv._kernels.rows cimport copy_rows, fill_rows
 from pagedkv.allocator cimport BlockAllocator
 
@@ -16,6 +17,7 @@ cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX
 cdef object FLOAT32 = np.dtype(np.float32)
 
 
+@cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
 cdef class PagedKvStore:
     """Fixed-size blocks of keys and values that many sequences share.
 
@@ -285,13 +287,10 @@ cdef class PagedKvStore:
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
             return
-        cdef Py_ssize_t bad
         if self.debug:  # look first: blocks are overwritten while they are still ours
-            bad = self.blocks.find_unheld(&held[0], held.shape[0])
-            if bad < 0:
-                self.give_back(&held[0], held.shape[0])
-        else:
-            bad = self.blocks.give_back(&held[0], held.shape[0])
+            self.check_held(held, "ids")
+            self.poison(&held[0], held.shape[0], 1)
+        cdef Py_ssize_t bad = self.blocks.give_back(&held[0], held.shape[0])
         if bad >= 0:
             raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
         self.after_change()
@@ -346,6 +345,20 @@ cdef class PagedKvStore:
                     fill_rows(self.v[layer], ids[i] * size, size, NAN)
         return 0
 
+    cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
+        # Sorted, so that a block's occurrences are counted without a table of all blocks.
+        cdef const int32_t[::1] ordered = np.sort(ids)
+        cdef Py_ssize_t i = 0, first
+        while i < ordered.shape[0]:
+            first = i
+            as_index(ordered[i], name, self.blocks.total)
+            while i < ordered.shape[0] and ordered[i] == ordered[first]:
+                i += 1
+            if self.blocks.counts[ordered[first]] < i - first:
+                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]} "
+                                 f"{i - first} times, which has {self.blocks.counts[ordered[first]]} holders")
+        return 0
+
     cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size
         for layer in range(self.n_layers):
@@ -378,6 +391,8 @@ cdef class PagedKvStore:
             raise PagedKvError(fault)
         named = {}
         for cache in caches:
+            if not isinstance(getattr(cache, "block_table", None), np.ndarray):
+                raise TypeError(f"caches: expected PagedKvCache objects, got {describe(cache)}")
             if cache.store is not None and cache.store is not self:
                 raise ValueError("caches: expected sequences of this store, got one of another")
             for block in cache.block_table.tolist() if cache.store is self else ():
