@@ -354,9 +354,11 @@ cdef class PagedKvStore:
             as_index(ordered[i], name, self.blocks.total)
             while i < ordered.shape[0] and ordered[i] == ordered[first]:
                 i += 1
+            if self.blocks.counts[ordered[first]] == 0:
+                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]}, which is free")
             if self.blocks.counts[ordered[first]] < i - first:
-                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]} "
-                                 f"{i - first} times, which has {self.blocks.counts[ordered[first]]} holders")
+                raise ValueError(f"{name}: expected no block more often than it has holders, got {ordered[first]} "
+                                 f"{i - first} times, with {self.blocks.counts[ordered[first]]}")
         return 0
 
     cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
