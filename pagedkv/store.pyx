@@ -130,12 +130,12 @@ cdef class PagedKvStore:
         >>> store.total_blocks, store.nbytes
         (16, 1048576)
         """
-        budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
-        rows = as_size(block_size, "block_size", 1, MAX_SIZE) * as_size(n_layers, "n_layers", 1, MAX_SIZE)
-        k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
-        v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
-        width = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE) * (k_dim + v_dim)
-        block_bytes = rows * width * check_dtype(dtype).itemsize
+        sizes = {"block_size": block_size, "n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim,
+                 "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
+        # Python's integers: a product of sizes that fit 64 bits need not.
+        cdef list n = [int(as_size(size, name, 1, MAX_SIZE)) for name, size in sizes.items()]
+        cdef object budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
+        cdef object block_bytes = n[0] * n[1] * n[2] * (n[3] + n[4]) * check_dtype(dtype).itemsize
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
         return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
