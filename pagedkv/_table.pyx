@@ -97,7 +97,7 @@ cdef class BlockTable:
         return n
 
     cdef int make_room(self, Py_ssize_t n_entries) except -1:
-        if self.table is not None and n_entries <= self.table.shape[0]:
+        if n_entries <= self.table.shape[0]:
             return 0
         larger = empty_ids(max(n_entries, 2 * self.n_blocks, 16))
         if self.n_blocks:
