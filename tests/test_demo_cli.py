@@ -302,6 +302,12 @@ def test_a_low_terminal_shows_the_first_texts(terminal, tokenizer, monkeypatch):
     assert terminal.screen() == ["  1 running a", "  2 waiting b", "... and 2 more", ""]
 
 
+def test_control_characters_cannot_disturb_the_board(terminal, tokenizer):
+    transcript = Transcript(terminal, tokenizer, ["a\x1b[2J", "b"])
+    transcript.refresh({0})
+    assert terminal.screen() == ["  1 running a?[2J", "  2 waiting b", ""]
+
+
 def test_elsewhere_texts_are_written_whole_as_they_end(tokenizer):
     out = io.StringIO()
     transcript = Transcript(out, tokenizer, ["one ", "two "])

@@ -273,7 +273,8 @@ cdef void load_queries(Run* run, const AttendTile* tile, Py_ssize_t group, Scrat
     cdef Py_ssize_t h, i, g, d, r = 0
     cdef const float* src
     cdef float* dst
-    memset(scratch.q, 0, round_up(n_rows, PAD) * q_stride * sizeof(float))
+    if tile.by_panels or head_dim < q_stride:
+        memset(scratch.q, 0, round_up(n_rows, PAD) * q_stride * sizeof(float))
     for h in range(tile.n_heads):
         for i in range(tile.n_queries):
             for g in range(group):
@@ -329,6 +330,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef Py_ssize_t positions = step_positions(tile, kv)
     cdef Py_ssize_t query = span.seq_len - span.query_len + tile.first_query   # the first one's position
     cdef Py_ssize_t r, i, h, first, end, n, n_next, place
+    cdef bint moved
     cdef const float** k_rows = scratch.rows
     cdef const float** v_rows = scratch.rows + MAX_POSITIONS
     cdef const float** next_k_rows = scratch.rows + 2 * MAX_POSITIONS
@@ -344,7 +346,8 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     if task.begin == task.end:
         return
     load_queries(run, tile, group, scratch)
-    memset(s, 0, positions * s_stride * sizeof(float))  # columns past the last row: any finite number
+    if n_rows < width:  # columns past the last row: any finite number
+        memset(s, 0, positions * s_stride * sizeof(float))
     if options.alibi_slopes is not NULL:
         memset(scratch.slopes, 0, 2 * s_stride * sizeof(float))
         load_slopes(run, tile, group, task.begin, scratch)
@@ -376,8 +379,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
 
         if (first_seen(options, query + tile.n_queries - 1) <= place
                 and end_seen(options, query, span.seq_len) >= place + n):
-            fade_rows(run, partial, scratch.fade, n_rows, acc_stride,
-                      simd.softmax_tile(s, s_stride, n, width, partial.m, partial.l, scratch.fade))
+            moved = simd.softmax_tile(s, s_stride, n, width, partial.m, partial.l, scratch.fade)
+            if moved and place > task.begin:
+                fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
             simd.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, &ahead, n, tile.n_heads,
                                  rows_per_head, v_head_dim)
         else:
@@ -387,8 +391,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
                 first = first_seen(options, query + i) - place
                 end = end_seen(options, query + i, span.seq_len) - place
                 hide_scores(s, s_stride, n, tile, group, i, first, end)
-            fade_rows(run, partial, scratch.fade, n_rows, acc_stride,
-                      simd.softmax_tile(s, s_stride, n, width, partial.m, partial.l, scratch.fade))
+            moved = simd.softmax_tile(s, s_stride, n, width, partial.m, partial.l, scratch.fade)
+            if moved and place > task.begin:
+                fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
             for i in range(tile.n_queries):
                 first = max(0, first_seen(options, query + i) - place)
                 end = min(n, end_seen(options, query + i, span.seq_len) - place)
@@ -406,15 +411,14 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
 
 
 cdef inline void fade_rows(Run* run, Partial* partial, const float* fade, Py_ssize_t n_rows,
-                           Py_ssize_t acc_stride, bint moved) noexcept nogil:
+                           Py_ssize_t acc_stride) noexcept nogil:
     """Shrink what was accumulated before a greater score came."""
     cdef Py_ssize_t r
-    if not moved:
-        return
+    cdef float* acc
     for r in range(n_rows):
         if fade[r] != 1:
-            run.kernels.scale_row(
-                partial.acc + r * acc_stride, partial.acc + r * acc_stride, fade[r], run.kv.v_head_dim)
+            acc = partial.acc + r * acc_stride
+            run.kernels.scale_row(acc, acc, fade[r], run.kv.v_head_dim)
 
 
 # --- which instruction set ---------------------------------------------------------------------------

@@ -195,7 +195,20 @@ static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t 
             after = V(max)(V(load)(s + t * s_stride + r), after);
         const V(vec) f = V(exp)(V(sub)(before, after));
         V(vec) sum = V(mul)(V(load)(l + r), f);
-        for (ptrdiff_t t = 0; t < n; ++t) {
+        ptrdiff_t t = 0;
+        for (; t + 4 <= n; t += 4) {
+            V(vec) p[4];
+            SIMD_UNROLL
+            for (int i = 0; i < 4; ++i)
+                p[i] = V(sub)(V(load)(s + (t + i) * s_stride + r), after);
+            V(exp_each)(p, 4);
+            SIMD_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                V(store)(s + (t + i) * s_stride + r, p[i]);
+                sum = V(add)(sum, p[i]);
+            }
+        }
+        for (; t < n; ++t) {
             const V(vec) p = V(exp)(V(sub)(V(load)(s + t * s_stride + r), after));
             V(store)(s + t * s_stride + r, p);
             sum = V(add)(sum, p);

@@ -76,7 +76,7 @@ cdef enum:
     MIN_POSITIONS = 8
     MAX_POSITIONS = 64
     # And as many bytes of K as may lie in the second-level cache beside as many of V, and the next of K.
-    STEP_BYTES = 64 << 10
+    STEP_BYTES = 96 << 10
 
 # One thread's memory, cut up for a task.
 cdef struct Scratch:
