@@ -1,0 +1,188 @@
+"""The rooms of the package, and who may import whom: imports go down only."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import run_python
+
+import pagedkv
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pagedkv"
+
+# From the ground up. A module imports from the floors below its own, and nothing else of the package; the
+# modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
+FLOORS = [
+    ["_kernels"],  # C-level only
+    ["errors", "stats"],  # plain values
+    ["_arrays"],  # what the caller gave, checked
+    ["allocator"],
+    ["store", "threads"],
+    ["contiguous", "_table"],
+    ["sequence"],
+    ["attention"],
+    ["step", "prefix"],
+    ["viz"],
+    ["__init__"],
+    ["integrations", "demo"],
+    ["__main__"],
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+c?import\b|c?import[ \t]+([\w., ]+))", re.MULTILINE)
+
+needs_sources = pytest.mark.skipif(not (PACKAGE / "store.pyx").exists(), reason="needs the sources beside the tests")
+
+
+def sources(*suffixes):
+    return [path for path in sorted(PACKAGE.rglob("*")) if path.suffix in suffixes]
+
+
+def imported(text):
+    """The modules that a file imports or cimports, as they are written."""
+    for match in IMPORT.finditer(text):
+        for name in (match[1] or match[2]).split(","):
+            yield name.split()[0]
+
+
+def room(path):
+    """The module or subpackage that a file belongs to: a name in FLOORS."""
+    return path.relative_to(PACKAGE).parts[0].split(".")[0]
+
+
+def test_imports_are_read():
+    text = """
+import numpy as np, os
+cimport cython
+from pagedkv.store cimport PagedKvStore
+from pagedkv._arrays cimport (
+    as_rows)
+    from pagedkv.demo import app
+"""
+    assert list(imported(text)) == ["numpy", "os", "cython", "pagedkv.store", "pagedkv._arrays", "pagedkv.demo"]
+
+
+@needs_sources
+def test_every_module_has_a_floor():
+    rooms = {room(path) for path in sources(".py", ".pyx", ".pxd")}
+    assert rooms <= set(FLOOR_OF), f"no floor for {rooms - set(FLOOR_OF)}"
+    assert {"_kernels", "_arrays", "allocator", "store", "sequence", "attention", "step"} <= rooms
+
+
+@needs_sources
+@pytest.mark.parametrize("path", sources(".py", ".pyx", ".pxd"), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    here = room(path)
+    for name in imported(path.read_text(encoding="utf-8")):
+        if name.split(".")[0] != "pagedkv":
+            continue
+        there = name.split(".")[1] if "." in name else "__init__"
+        own = there == here and (PACKAGE / here).is_dir()
+        own = own or (there == here and path.suffix == ".pyx")
+        assert own or FLOOR_OF[there] < FLOOR_OF[here], f"{here} imports {name}, which is not below it"
+
+
+@needs_sources
+def test_no_relative_imports():
+    """They would be missed by the test above."""
+    for path in sources(".py", ".pyx", ".pxd"):
+        assert not re.search(r"^\s*from\s+\.", path.read_text(encoding="utf-8"), re.MULTILINE), path
+
+
+@needs_sources
+def test_kernels_know_no_numpy():
+    for path in (PACKAGE / "_kernels").glob("*.p*"):
+        if path.suffix in (".pyx", ".pxd", ".py"):
+            assert "numpy" not in set(imported(path.read_text(encoding="utf-8"))), path
+
+
+@needs_sources
+def test_one_place_speaks_numpys_c_api():
+    """Elsewhere only its array type is named, and the address of an array that was checked is taken."""
+    for path in sources(".pyx", ".pxd"):
+        if room(path) != "_arrays":
+            used = set(re.findall(r"\bcnp\.(\w+)", path.read_text(encoding="utf-8")))
+            assert used <= {"ndarray", "PyArray_DATA"}, path
+
+
+@needs_sources
+def test_intrinsics_are_in_headers_of_the_kernels_only():
+    for path in sources(".py", ".pyx", ".pxd", ".h"):
+        if re.search(r"\b_mm\d*_\w+|immintrin|arm_neon", path.read_text(encoding="utf-8")):
+            assert path.suffix == ".h", path
+            assert room(path) == "_kernels", path
+
+
+@needs_sources
+def test_the_build_is_portable_and_exact():
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    for flag in ("fast-math", "march=native", "openmp"):
+        assert flag not in setup
+
+
+@needs_sources
+def test_files_are_short():
+    suffixes = {".py", ".pyx", ".pxd", ".pyi", ".h"}
+    for folder in ("pagedkv", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in suffixes:
+                n_lines = len(path.read_text(encoding="utf-8").splitlines())
+                assert n_lines <= 500, f"{path.relative_to(ROOT)} has {n_lines} lines"
+
+
+# --- what an import costs and brings -----------------------------------------------------------------
+
+
+def test_an_import_takes_less_than_150_ms_beyond_numpys():
+    """The best of a few runs: what the machine does beside is not the package's."""
+    times = []
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import numpy, pagedkv"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        )
+        # import time: self [us] | cumulative | imported package
+        [line] = [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() == "pagedkv"]
+        times.append(int(line.split("|")[1]) / 1e6)
+    assert min(times) < 0.15
+
+
+def test_an_import_brings_nothing_but_numpy_and_the_standard_library():
+    code = """
+        import sys
+        import numpy
+        before = set(sys.modules)
+        import pagedkv
+        print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+        print(*sorted(name for name in sys.modules if name.startswith("pagedkv.")))
+    """
+    brought, own = run_python(code).splitlines()
+    foreign = set(brought.split()) - set(sys.stdlib_module_names) - {"pagedkv", "numpy"}
+    assert {name for name in foreign if "cython" not in name} == set()  # what compiled modules share is no import
+    assert not [name for name in own.split() if name.startswith(("pagedkv.demo", "pagedkv.integrations"))]
+
+
+def test_the_public_names():
+    assert set(pagedkv.__all__) >= {
+        "KvBlockPool",
+        "KvCache",
+        "KvPoolExhausted",
+        "PagedKvCache",
+        "PagedKvError",
+        "PagedKvStore",
+        "PagedStoreExhausted",
+        "Step",
+        "attention",
+        "get_num_threads",
+        "paged_attention",
+        "set_num_threads",
+    }
+    assert sorted(pagedkv.__all__) == list(pagedkv.__all__)
+    for name in pagedkv.__all__:
+        assert getattr(pagedkv, name) is not None
