@@ -255,19 +255,19 @@ def test_a_store_whose_values_cannot_be_allocated_leaves_no_keys_behind():
     """K fits, V does not; in a process of its own with little address space, where a leak would show."""
     run_python("""
         import resource, numpy, pagedkv
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
         for _ in range(20):
             for make in (
-                lambda: pagedkv.PagedKvStore(1, 1, 1, 1 << 27, v_head_dim=1 << 30),
-                lambda: pagedkv.KvCache.with_capacity(1, 1 << 27, 1, v_head_dim=1 << 30),
+                lambda: pagedkv.PagedKvStore(1, 1, 1, 1 << 25, v_head_dim=1 << 29),
+                lambda: pagedkv.KvCache.with_capacity(1, 1 << 25, 1, v_head_dim=1 << 29),
             ):
                 try:
                     make()
                 except MemoryError:
                     continue
                 raise SystemExit("it fitted")
-        store, cache = pagedkv.PagedKvStore(1, 1, 1, 1 << 27), pagedkv.PagedKvCache()
-        row = numpy.ones(1 << 27, numpy.float32)
+        store, cache = pagedkv.PagedKvStore(1, 1, 1, 1 << 25), pagedkv.PagedKvCache()
+        row = numpy.ones(1 << 25, numpy.float32)
         cache.push(store, row, row)
     """)
 
