@@ -57,7 +57,7 @@ def test_an_append_starts_anywhere_in_a_block(start, n):
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 5])
-@pytest.mark.parametrize("width", [1, 7, 1024])
+@pytest.mark.parametrize("width", [1, 7, 1024, 200_000])
 @pytest.mark.parametrize("n_bytes", [(2 << 20) - 4, 2 << 20, (2 << 20) + 4, 9_000_000])
 def test_large_copies_in_any_number_of_threads(n_threads, width, n_bytes):
     """Amounts about which a copy may be split or streamed, at lengths that end inside a block and a cache line."""

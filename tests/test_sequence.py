@@ -87,6 +87,17 @@ def test_push_to_several_layers_takes_a_row_for_each(layered, cache):
     assert_rows(layered, cache, np.stack([k, k], axis=1), np.stack([v, v], axis=1))
 
 
+@pytest.mark.parametrize("n_layers", [1, 3])
+@pytest.mark.parametrize("width", [1, 3, 17, 20_000])
+def test_push_of_rows_of_any_width(cache, width, n_layers):
+    store = pagedkv.PagedKvStore(2, 5, 1, width, v_head_dim=width + 1, n_layers=n_layers, debug=True)
+    pushed = [step_of(store) for _ in range(5)]
+    for k, v in pushed:
+        cache.push(store, k, v)
+    k, v = (np.stack([step[side].reshape(n_layers, -1) for step in pushed], axis=1) for side in (0, 1))
+    assert_rows(store, cache, k, v)
+
+
 def test_push_into_a_full_store_changes_nothing(cache):
     store = pagedkv.PagedKvStore(2, 3, 1, 1, debug=True)
     append(store, cache, 4)

@@ -168,6 +168,26 @@ def test_a_long_batch_of_everything(store):
     assert_rows(large, clone, *old[2])
 
 
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 7, 1024, 200_000])
+def test_large_writes_in_any_number_of_threads(n_threads, width):
+    """Amounts that are split and streamed, into tables in no order: runs of neighbours, and none."""
+    n = 9_000_000 // (4 * width)
+    store = pagedkv.PagedKvStore(13, 2 * n // 13 + 20, 1, width, v_head_dim=3)
+    ids = store.acquire(store.total_blocks)
+    store.release(ids[::-3])
+    store.release([block for block in ids if store.refcount(block)])
+    (a, b), old = batch(store, 5, 0)
+    k = np.arange(n * width, dtype=np.uint32).view(np.float32).reshape(n, width)
+    v = np.arange(n * 3, dtype=np.uint32).view(np.float32).reshape(n, 3)
+    with pagedkv.Step(store, [a, b], [n // 2, n - n // 2], n_threads=n_threads) as step:
+        step.write(0, k, v)
+    for cache, was, part in ((a, old[0], slice(0, n // 2)), (b, old[1], slice(n // 2, n))):
+        got, (k_grown, v_grown) = cache.to_contiguous(store), grown(was, (k[None], v[None]), part)
+        assert_same_bits(got.k, k_grown[0])
+        assert_same_bits(got.v, v_grown[0])
+
+
 # --- copy on write ---
 
 
