@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import assert_rows, batch, grown, rows, unchanged, write_all
+from helpers import assert_rows, assert_same_bits, batch, grown, rows, unchanged, write_all
 
 import pagedkv
 
