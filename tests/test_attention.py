@@ -263,7 +263,7 @@ class TestSameBits:
             row += n
 
     def test_paged_and_contiguous(self, rng):
-        store, caches, dense = paged(rng, [333], 2, 40, block_size=8)
+        store, caches, _ = paged(rng, [333], 2, 40, block_size=8)
         for n in (1, 100):
             q = rows(rng, n, 4, 40)
             flat = caches[0].to_contiguous(store)
