@@ -4,7 +4,6 @@ Everything is checked here, once; below this floor nothing is. The caches of a c
 readers while it runs, so their tables cannot move under the kernel.
 """
 
-cimport cython
 cimport numpy as cnp
 from libc.float cimport FLT_MIN
 from libc.math cimport isfinite, sqrt
