@@ -23,9 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code: 2 for what the user can put right, 130 after Ctrl-C."""
     parser = _Parser(prog="python -m pagedkv", description="A paged KV cache for LLM inference on CPU.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    demo_parser = commands.add_parser(
-        "demo", help="serve several prompts at once with Gemma 3", description=demo.__doc__
-    )
+    summary = "serve several prompts at once with Gemma 3 270M, on NumPy and pagedkv"
+    demo_parser = commands.add_parser("demo", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     demo.add_options(demo_parser)
     options = parser.parse_args(arguments)
     try:

@@ -8,6 +8,8 @@ caller's code (``__array__``, ``__index__``), so they are called before any stat
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+import operator
+
 import numpy as np
 
 cnp.import_array()
@@ -20,8 +22,10 @@ cdef int MAX_THREADS = 256
 cdef str describe(object value):
     if cnp.PyArray_Check(value):
         return f"{value.dtype} {list(value.shape)}"
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, (bool, float)):
         return repr(value)
+    if isinstance(value, int):
+        return show(value)
     return type(value).__name__
 
 
@@ -34,22 +38,27 @@ cdef object as_integer(object value, str name, str expected):
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
     try:
-        return value.__index__()
+        return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}") from None
+
+
+cdef str show(object value):
+    """An integer for an error's text; Python refuses to print one of thousands of digits."""
+    return str(value) if value.bit_length() <= 128 else f"one of {value.bit_length()} bits"
 
 
 cdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1:
     value = as_integer(value, name, "an integer")
     if not low <= value <= high:
-        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {value}")
+        raise ValueError(f"{name}: expected an integer from {low} to {high}, got {show(value)}")
     return value
 
 
 cdef Py_ssize_t as_index(object value, str name, Py_ssize_t n) except -1:
     value = as_integer(value, name, "an integer")
     if not 0 <= value < n:
-        raise IndexError(f"{name}: expected 0 to {n - 1}, got {value}")
+        raise IndexError(f"{name}: expected 0 to {n - 1}, got {show(value)}")
     return value
 
 
@@ -183,6 +192,7 @@ cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total):
     cdef int32_t* out
     cdef Py_ssize_t i
     if cnp.PyArray_Check(ids):
+        ids = np.asarray(ids)  # a subclass may have a min and max of its own
         if ids.dtype.kind not in "iu" or ids.ndim != 1:
             raise TypeError(f"{name}: expected a one-dimensional array of integers, got {describe(ids)}")
         # Compared before the cast: an id beyond 32 bits must not wrap into a valid one.
@@ -198,7 +208,7 @@ cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total):
     for i, item in enumerate(ids):
         value = as_integer(item, name, "integer block ids")
         if not 0 <= value < total:
-            raise IndexError(f"{name}: expected ids from 0 to {total - 1}, got {value}")
+            raise IndexError(f"{name}: expected ids from 0 to {total - 1}, got {show(value)}")
         out[i] = value
     return result
 

@@ -97,7 +97,7 @@ cdef class BlockTable:
         return n
 
     cdef int make_room(self, Py_ssize_t n_entries) except -1:
-        if self.table is not None and n_entries <= self.table.shape[0]:
+        if n_entries <= self.table.shape[0]:
             return 0
         larger = empty_ids(max(n_entries, 2 * self.n_blocks, 16))
         if self.n_blocks:
@@ -151,12 +151,7 @@ cdef class BlockTable:
 
 
 cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
-    cdef Py_ssize_t i
     if block_size != store.block_size:
         raise ValueError(f"block_size: expected {store.block_size}, the store's, got {block_size}")
-    for i in range(n):
-        if table[i] >= store.blocks.total:
-            raise IndexError(f"block_table: expected ids from 0 to {store.blocks.total - 1}, got {table[i]}")
-        if store.blocks.counts[table[i]] == 0:
-            raise ValueError(f"block_table: expected blocks that someone holds, got {table[i]}, which is free")
+    store.check_held(table[:n], "block_table")
     return 0

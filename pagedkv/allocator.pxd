@@ -15,5 +15,4 @@ cdef class BlockAllocator:
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept
-    cdef Py_ssize_t find_unheld(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef str fault(self)

@@ -92,19 +92,6 @@ cdef class BlockAllocator:
                 self.released += self.n_returned - top
         return bad
 
-    cdef Py_ssize_t find_unheld(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        """What give_back would return; nothing is changed."""
-        cdef Py_ssize_t i, j, bad = -1
-        with cython.critical_section(self):
-            for i in range(n - 1, -1, -1):
-                if self.counts[ids[i]] == 0:
-                    bad = i
-                    break
-                self.counts[ids[i]] -= 1
-            for j in range(bad + 1, n):
-                self.counts[ids[j]] += 1
-        return bad
-
     cdef str fault(self):
         """What is wrong with the counts and the free blocks, or None. Walks over every block."""
         cdef Py_ssize_t i, n_zero = 0

@@ -13,5 +13,8 @@ cdef object attend_rows(
     object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
     object out, object return_lse, int n_threads)
 
+# A batch: one PagedKvCache, or a list or tuple of them.
+cdef tuple as_caches(object caches)
+
 # One query length, 0 or more, for each of n sequences; an integer stands for all.
 cdef tuple as_query_lens(object query_lens, Py_ssize_t n)

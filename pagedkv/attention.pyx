@@ -97,8 +97,8 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     >>> pagedkv.paged_attention(q, store, [cache]).tolist()
     [[[3.0, 4.0], [3.0, 4.0]]]
     """
-    caches = [caches] if isinstance(caches, PagedKvCache) else as_caches(caches)
-    cdef Py_ssize_t n_caches = len(caches), n_reading = 0, n_rows, row = 0, i
+    cdef tuple batch = as_caches(caches)
+    cdef Py_ssize_t n_caches = len(batch), n_reading = 0, n_rows, row = 0, i
     cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
     cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
     cdef tuple lens = as_query_lens(1 if query_lens is None else query_lens, n_caches)
@@ -112,7 +112,7 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
         raise MemoryError("caches: cannot allocate the plan of the batch")
     try:
         for i in range(n_caches):
-            cache = <PagedKvCache>caches[i]
+            cache = <PagedKvCache>batch[i]
             cache.begin_read(store)
             n_reading += 1
             spans[i].query_len = lens[i]
@@ -128,7 +128,7 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
                            out, return_lse, threads)
     finally:
         for i in range(n_reading):
-            (<PagedKvCache>caches[i]).end_read()
+            (<PagedKvCache>batch[i]).end_read()
         free(spans)
 
 
@@ -276,13 +276,16 @@ cdef int check_readable(const QuerySpan* spans, Py_ssize_t n_spans, const Attend
 
 # --- arguments ---------------------------------------------------------------------------------------
 
-cdef list as_caches(caches):
+cdef tuple as_caches(caches):
+    if isinstance(caches, PagedKvCache):
+        return (caches,)
     if not isinstance(caches, (list, tuple)):
         raise TypeError(f"caches: expected a PagedKvCache or a list of them, got {describe(caches)}")
-    for i, cache in enumerate(caches):
+    batch = tuple(caches)  # what is checked is what is used, whatever a subclass of list says next time
+    for i, cache in enumerate(batch):
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")
-    return list(caches)
+    return batch
 
 
 cdef tuple as_query_lens(query_lens, Py_ssize_t n):

@@ -14,7 +14,7 @@ cdef class KvCache:
     cdef KvBlockPool pool
     cdef Py_ssize_t pool_blocks         # held of the pool's budget
     cdef Py_ssize_t usable              # positions that memory and budget cover
-    cdef Py_ssize_t planned             # positions that were planned for; -1 for none
+    cdef Py_ssize_t planned             # positions that were planned for; -1 for none, or once exceeded
 
     # Room for n positions in all; seq_len is as it was. The rows written so far move along.
     cdef int make_room(self, Py_ssize_t n) except -1

@@ -183,8 +183,8 @@ cdef class KvCache:
 
     @property
     def is_within_planned_capacity(self):
-        """Whether a size was planned (`with_capacity`, `with_pool`) and no row had to move since."""
-        return 0 <= self.seq_len <= self.planned
+        """Whether a size was planned (`with_capacity`, `with_pool`) and never exceeded."""
+        return self.planned >= 0
 
     def __repr__(self):
         return (f"KvCache(seq_len={self.seq_len}, n_kv_heads={self.n_kv_heads}, "
@@ -212,6 +212,8 @@ cdef class KvCache:
         memcpy(&self.k_rows[self.seq_len, 0], cnp.PyArray_DATA(k), self.k_rows.shape[1] * sizeof(float))
         memcpy(&self.v_rows[self.seq_len, 0], cnp.PyArray_DATA(v), self.v_rows.shape[1] * sizeof(float))
         self.seq_len += 1
+        if self.seq_len > self.planned:
+            self.planned = -1
 
     def extend(self, k, v):
         """Append many positions: float32 ``[n, width]`` or ``[n, n_kv_heads, head_dim]`` each.
@@ -283,6 +285,8 @@ cdef class KvCache:
     cdef int resize(self, Py_ssize_t n) except -1:
         self.make_room(n)
         self.seq_len = n
+        if n > self.planned:
+            self.planned = -1
         return 0
 
     cdef int check_heads(self, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim) except -1:

@@ -19,7 +19,7 @@ from pagedkv._kernels.attend cimport KvView, QuerySpan
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport scatter_rows
 from pagedkv._table cimport blocks_for
-from pagedkv.attention cimport as_query_lens, attend_rows, view_layer
+from pagedkv.attention cimport as_caches, as_query_lens, attend_rows, view_layer
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
@@ -93,10 +93,11 @@ cdef class Step:
     cdef readonly PagedKvStore store
     cdef readonly tuple query_lens
     cdef readonly Py_ssize_t n_rows
-    cdef list caches
+    cdef tuple caches               # a tuple: the collector does not empty it under an open step
     cdef Py_ssize_t n_caches
     cdef int n_threads
     cdef State state
+    cdef bint laid_out              # the spans and slots below are there
     cdef bint busy                  # a write or attend is running
     cdef Change* changes
     cdef QuerySpan* spans
@@ -107,18 +108,13 @@ cdef class Step:
     cdef unsigned char[::1] written  # layers
 
     def __cinit__(self, PagedKvStore store not None, caches, query_lens=1, *, n_threads=None):
-        caches = [caches] if isinstance(caches, PagedKvCache) else list(caches)
-        cdef Py_ssize_t i
-        for i, cache in enumerate(caches):
-            if not isinstance(cache, PagedKvCache):
-                raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")
-        if len(set(map(id, caches))) != len(caches):
+        self.caches = as_caches(caches)
+        self.n_caches = len(self.caches)
+        if len(set(map(id, self.caches))) != self.n_caches:
             raise ValueError("caches: expected each cache once, got one of them twice")
-        self.query_lens = as_query_lens(query_lens, len(caches))
+        self.query_lens = as_query_lens(query_lens, self.n_caches)
         self.n_rows = as_size(sum(self.query_lens), "query_lens", 0, MAX_ROWS)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
-        self.caches = caches
-        self.n_caches = len(caches)
         self.written = bytearray(store.n_layers)
         self.store = store
 
@@ -323,6 +319,7 @@ cdef class Step:
                 raise self.exhausted(n_taken) from None
         self.n_taken = n_taken
         self.lay_out()
+        self.laid_out = True
         return 0
 
     cdef void lay_out(self) noexcept:
@@ -339,7 +336,7 @@ cdef class Step:
             cache = <PagedKvCache>self.caches[i]
             change = &self.changes[i]
             n_new = self.query_lens[i]
-            table = &cache.table[0] if cache.table is not None and cache.table.shape[0] else NULL
+            table = &cache.table[0] if cache.table.shape[0] else NULL
             used = cache.n_blocks
             for j in range(change.n_missing):
                 table[used + j] = self.taken[change.first_taken + change.n_copies + j]
@@ -430,6 +427,6 @@ cdef class Step:
         return 0
 
     cdef int check_opened(self) except -1:
-        if self.slots is None:
+        if not self.laid_out:
             raise RuntimeError("step: not entered yet")
         return 0

@@ -21,6 +21,8 @@ cdef class PagedKvStore:
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
     # The first n rows of a block, in all layers, to another block.
     cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
+    # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.
+    cdef int check_held(self, const int32_t[::1] ids, str name) except -1
     cdef int after_change(self) except -1
 
     cdef object view(self, object rows, object id, object layer)

@@ -1,9 +1,10 @@
 """PagedKvStore: the bytes of all blocks, for all layers, and who holds them."""
 
+cimport cython
 from libc.math cimport NAN
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, empty_rows
+from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_rows
 from pagedkv._kernels.rows cimport copy_rows, fill_rows
 from pagedkv.allocator cimport BlockAllocator
 
@@ -16,6 +17,7 @@ cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX
 cdef object FLOAT32 = np.dtype(np.float32)
 
 
+@cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
 cdef class PagedKvStore:
     """Fixed-size blocks of keys and values that many sequences share.
 
@@ -128,12 +130,12 @@ cdef class PagedKvStore:
         >>> store.total_blocks, store.nbytes
         (16, 1048576)
         """
-        budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
-        rows = as_size(block_size, "block_size", 1, MAX_SIZE) * as_size(n_layers, "n_layers", 1, MAX_SIZE)
-        k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
-        v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
-        width = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE) * (k_dim + v_dim)
-        block_bytes = rows * width * check_dtype(dtype).itemsize
+        sizes = {"block_size": block_size, "n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim,
+                 "v_head_dim": head_dim if v_head_dim is None else v_head_dim}
+        # Python's integers: a product of sizes that fit 64 bits need not.
+        cdef list n = [int(as_size(size, name, 1, MAX_SIZE)) for name, size in sizes.items()]
+        cdef object budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
+        cdef object block_bytes = n[0] * n[1] * n[2] * (n[3] + n[4]) * check_dtype(dtype).itemsize
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
         return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
@@ -285,13 +287,10 @@ cdef class PagedKvStore:
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
             return
-        cdef Py_ssize_t bad
         if self.debug:  # look first: blocks are overwritten while they are still ours
-            bad = self.blocks.find_unheld(&held[0], held.shape[0])
-            if bad < 0:
-                self.give_back(&held[0], held.shape[0])
-        else:
-            bad = self.blocks.give_back(&held[0], held.shape[0])
+            self.check_held(held, "ids")
+            self.poison(&held[0], held.shape[0], 1)
+        cdef Py_ssize_t bad = self.blocks.give_back(&held[0], held.shape[0])
         if bad >= 0:
             raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
         self.after_change()
@@ -346,6 +345,22 @@ cdef class PagedKvStore:
                     fill_rows(self.v[layer], ids[i] * size, size, NAN)
         return 0
 
+    cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
+        # Sorted, so that a block's occurrences are counted without a table of all blocks.
+        cdef const int32_t[::1] ordered = np.sort(ids)
+        cdef Py_ssize_t i = 0, first
+        while i < ordered.shape[0]:
+            first = i
+            as_index(ordered[i], name, self.blocks.total)
+            while i < ordered.shape[0] and ordered[i] == ordered[first]:
+                i += 1
+            if self.blocks.counts[ordered[first]] == 0:
+                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]}, which is free")
+            if self.blocks.counts[ordered[first]] < i - first:
+                raise ValueError(f"{name}: expected no block more often than it has holders, got {ordered[first]} "
+                                 f"{i - first} times, with {self.blocks.counts[ordered[first]]}")
+        return 0
+
     cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size
         for layer in range(self.n_layers):
@@ -378,6 +393,8 @@ cdef class PagedKvStore:
             raise PagedKvError(fault)
         named = {}
         for cache in caches:
+            if not isinstance(getattr(cache, "block_table", None), np.ndarray):
+                raise TypeError(f"caches: expected PagedKvCache objects, got {describe(cache)}")
             if cache.store is not None and cache.store is not self:
                 raise ValueError("caches: expected sequences of this store, got one of another")
             for block in cache.block_table.tolist() if cache.store is self else ():

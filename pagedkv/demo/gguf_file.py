@@ -123,14 +123,13 @@ class GgufFile:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelFileError(f"tensor {name} is missing")
-        # A vector is a matrix of one row.
-        n_rows, width = tensor.shape if len(tensor.shape) == 2 else (1, *tensor.shape)
+        n_rows = tensor.shape[0] if len(tensor.shape) > 1 else 1  # a vector is a matrix of one row
         data = np.frombuffer(self._data, np.uint8, tensor.n_bytes, tensor.offset).reshape(n_rows, -1)[rows]
-        shape = (len(data), width)[-len(tensor.shape) :]
+        shape = (len(data), *tensor.shape[1:]) if len(tensor.shape) > 1 else tensor.shape
         if shape != out.shape:
             raise ModelFileError(f"tensor {name}: expected shape {list(out.shape)}, got {list(shape)}")
-        target = out.reshape(-1, width) if out.ndim == 1 else out
-        rows_at_once = max(1, _ELEMENTS_AT_ONCE // width)
+        target = out.reshape(-1, out.shape[-1])
+        rows_at_once = max(1, _ELEMENTS_AT_ONCE // out.shape[-1])
         for first in range(0, len(data), rows_at_once):
             part = data[first : first + rows_at_once]
             try:

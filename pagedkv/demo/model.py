@@ -111,16 +111,19 @@ class Gemma3:
     def logits(self, hidden: F32) -> F32:
         """The scores of every vocabulary entry: [rows, width] to [rows, vocabulary].
 
-        The unembedding is by far the largest matrix. In slabs of [width, 4096] OpenBLAS multiplies a few
-        rows with it a third faster than in one piece, whose rows lie a megabyte apart.
+        The unembedding is by far the largest matrix. In slabs of [width, 4096] OpenBLAS takes a quarter
+        less time for a few rows than for one piece, whose rows lie a megabyte apart.
         """
-        slabs = np.matmul(hidden, self._unembedding)
-        scores = slabs.transpose(1, 0, 2).reshape(len(hidden), -1)
+        n_rows, n_slabs = len(hidden), len(self._unembedding)
+        scores = np.empty((n_rows, n_slabs * _SLAB), np.float32)
+        np.matmul(hidden, self._unembedding, out=scores.reshape(n_rows, n_slabs, _SLAB).transpose(1, 0, 2))
         return scores[:, : self.config.vocabulary]
 
     def _embed(self, tokens: Sequence[int]) -> F32:
         slab, column = np.divmod(np.asarray(tokens, dtype=np.intp), _SLAB)
-        return self._unembedding[slab, :, column] * np.float32(math.sqrt(self.config.width))
+        rows: F32 = self._unembedding[slab, :, column]
+        rows *= math.sqrt(self.config.width)
+        return rows
 
     def _split_qkv(self, qkv: F32, layer: Layer, rotation: tuple[F32, F32]) -> tuple[F32, F32, F32]:
         """Takes the product with `Layer.qkv` apart; queries and keys are normalised and rotated together."""
@@ -186,7 +189,7 @@ def _narrow(x: F32, matrix: F32) -> F32:
 
 def _rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
     """x / rms(x) * weight over the last axis."""
-    rms = np.add.reduce(x * x, axis=-1, keepdims=True)
+    rms: F32 = np.add.reduce(x * x, axis=-1, keepdims=True)
     rms /= x.shape[-1]
     rms += epsilon
     np.sqrt(rms, out=rms)
@@ -198,7 +201,7 @@ def _rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
 def _gelu_gated(gate: F32, up: F32) -> F32:
     """gelu(gate) * up with the tanh approximation, written as gate / (1 + exp(-2 z)) * up: exp is faster than tanh."""
     root = math.sqrt(2 / math.pi)
-    out = gate * gate
+    out: F32 = gate * gate
     out *= -2 * root * 0.044715
     out -= 2 * root
     out *= gate  # -2 z

@@ -28,17 +28,17 @@ def table(engine: Engine, kv: ModelKv, counts: SchedulerCounts, seconds: float, 
     private
         `private_bytes` of the same requests.
     """
-    blocks = ", ".join(
-        f"{group.store.stats().peak_held_blocks} of {kv.n_blocks} for {len(group.layers)} layers "
-        + ("with the whole context" if group.window is None else f"with a window of {group.window}")
+    held = [
+        f"{group.store.stats().peak_held_blocks} of {kv.n_blocks} ({len(group.layers)} layers that see "
+        + ("everything)" if group.window is None else f"{group.window} positions)")
         for group in kv.groups
-    )
+    ]
     rows = {
         "prefill": f"{engine.prefill.rate:.1f} tokens/s ({engine.prefill.tokens} prompt tokens computed)",
         "decode": f"{engine.decode.rate:.1f} tokens/s ({counts.most_running} requests at once)",
-        "K/V held": f"{_mib(engine.peak_bytes)} at most; private contiguous caches would take {_mib(private)}",
-        "blocks": f"{blocks} at most",
-        "shared": f"{counts.blocks_shared} blocks, {counts.positions_shared} prompt tokens not computed again",
+        "K/V held": f"{_mib(engine.peak_bytes)} at most; private contiguous caches would have taken {_mib(private)}",
+        "blocks held": f"at most {' and '.join(held)}",
+        "blocks shared": f"{counts.blocks_shared}; {counts.positions_shared} prompt tokens were not computed again",
         "sent back": f"{counts.sent_back} requests, for want of blocks",
         "attention": f"{kv.attention_seconds / seconds:.1%} of {seconds:.1f} s",
     }

@@ -16,10 +16,11 @@ from pagedkv.demo.model import F32, Gemma3
 class Mismatch(NamedTuple):
     """Where two continuations part.
 
-    `margin` is how far apart the two tokens' logits are: about 1e-4 and below is rounding, not an error.
+    The token number `place` is `got`, alone it is `expected`. `margin` is how far apart the two logits are:
+    1e-4 and below is rounding, not an error.
     """
 
-    index: int
+    place: int
     expected: int
     got: int
     margin: float
@@ -46,16 +47,16 @@ def compare(model: Gemma3, prompt: Sequence[int], generated: Sequence[int], deco
     """Decodes `prompt` alone and compares with `generated`. The time of the decoding steps is added to `decode`."""
     kv = ContiguousKv(model)
     tokens, first = list(prompt), 0
-    for index, got in enumerate(generated):
+    for place, got in enumerate(generated):
         started = time.perf_counter()
         hidden = model.forward(tokens[first:], np.arange(first, len(tokens)), kv.attend)
         logits = model.logits(hidden[-1:])[0]
         expected = int(logits.argmax())
-        if index > 0:
+        if place > 0:
             decode.tokens += 1
             decode.seconds += time.perf_counter() - started
         if expected != got:
-            return Mismatch(index, expected, got, float(logits[expected] - logits[got]))
+            return Mismatch(place, expected, got, float(logits[expected] - logits[got]))
         first = len(tokens)
         tokens.append(got)
     return None

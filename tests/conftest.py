@@ -1,0 +1,44 @@
+"""Profiles of Hypothesis, and the stores that most tests use."""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import pagedkv
+
+# An example of the state machine is up to 50 moves, each followed by the comparison of all that can be seen.
+# test_model.py walks as well, in proportion to max_examples: "ci" makes above 10**5 moves in all, "long" 10**6.
+_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+for _name, _max_examples in (("quick", 50), ("default", 250), ("ci", 1000), ("long", 10_000)):
+    settings.register_profile(_name, max_examples=_max_examples, stateful_step_count=50, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def store():
+    """Two heads, blocks of four rows, K wider than V, with every unwritten row NaN."""
+    return pagedkv.PagedKvStore(4, 16, 2, 3, v_head_dim=2, debug=True)
+
+
+@pytest.fixture
+def layered():
+    """The same with three layers."""
+    return pagedkv.PagedKvStore(4, 16, 2, 3, v_head_dim=2, n_layers=3, debug=True)
+
+
+@pytest.fixture(params=["one layer", "three layers"])
+def any_store(request, store, layered):
+    return store if request.param == "one layer" else layered
+
+
+@pytest.fixture
+def cache():
+    return pagedkv.PagedKvCache()
+
+
+@pytest.fixture
+def row(store):
+    """One position's K and V for the one-layer store."""
+    return np.arange(6, dtype=np.float32), -np.arange(4, dtype=np.float32)

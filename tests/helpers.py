@@ -1,0 +1,121 @@
+"""What many tests use: rows to write, snapshots to compare, and what must be true of every error."""
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+_row_numbers = itertools.count(1)
+
+
+def rows(*shape):
+    """float32 values with exactly representable, never repeated numbers: a row in the wrong place is seen."""
+    n = int(np.prod(shape, dtype=np.int64))
+    values = [next(_row_numbers) % 2**24 for _ in range(n)]
+    return np.array(values, np.float32).reshape(shape)
+
+
+def assert_same_bits(got, expected):
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    assert got.tobytes() == expected.tobytes()
+
+
+def store_rows(store, cache, layer=0):
+    """A sequence's readable K and V, read one row at a time through its block table."""
+    table = cache.block_table.tolist()
+    places = [(table[p // store.block_size], p % store.block_size) for p in range(cache.first_position, cache.seq_len)]
+    k = [store.k_row(block, offset, layer) for block, offset in places]
+    v = [store.v_row(block, offset, layer) for block, offset in places]
+    return (
+        np.array(k, np.float32).reshape(len(places), store.k_width),
+        np.array(v, np.float32).reshape(len(places), store.v_width),
+    )
+
+
+def append(store, cache, n):
+    """Append n positions of new rows; returns them as ``[n_layers, n, width]``."""
+    k = rows(store.n_layers, n, store.k_width)
+    v = rows(store.n_layers, n, store.v_width)
+    cache.append_contiguous(store, k, v, n)
+    return k, v
+
+
+def assert_rows(store, cache, k, v):
+    """The readable positions of all layers are these ``[n_layers, n, width]``."""
+    for layer in range(store.n_layers):
+        got_k, got_v = store_rows(store, cache, layer)
+        assert_same_bits(got_k, k[layer])
+        assert_same_bits(got_v, v[layer])
+
+
+def step_of(store):
+    """One position's K and V, in the shape that push takes."""
+    shape = () if store.n_layers == 1 else (store.n_layers,)
+    return rows(*shape, store.k_width), rows(*shape, store.v_width)
+
+
+def store_state(store):
+    """Everything that can be seen of a store: counts, and the bytes of every block that is held."""
+    counts = [store.refcount(block) for block in range(store.total_blocks)]
+    held = [block for block, count in enumerate(counts) if count]
+    content = [
+        (store.k_block(block, layer).tobytes(), store.v_block(block, layer).tobytes())
+        for block in held
+        for layer in range(store.n_layers)
+    ]
+    counters = store.stats()._replace(exhaustions=0)  # a refused request may be counted
+    return counts, content, counters, store.free_block_count
+
+
+def cache_state(cache):
+    return (
+        cache.seq_len,
+        cache.capacity,
+        cache.first_position,
+        cache.block_table.tolist(),
+        None if cache.store is None else id(cache.store),
+    )
+
+
+def contiguous_state(cache):
+    return cache.seq_len, cache.k.tobytes(), cache.v.tobytes(), cache.allocated_bytes, cache.is_within_planned_capacity
+
+
+@contextmanager
+def unchanged(store, *caches):
+    """The body leaves the store and the caches exactly as they were, and the books in order."""
+    before = store_state(store), [cache_state(cache) for cache in caches]
+    yield
+    assert (store_state(store), [cache_state(cache) for cache in caches]) == before
+    store.check(caches)
+
+
+@contextmanager
+def refused(error, argument, store, *caches):
+    """The body raises that error, which names the argument, and changes nothing."""
+    with unchanged(store, *caches):
+        with pytest.raises(error) as caught:
+            yield caught
+    assert type(caught.value) is error, f"{type(caught.value).__name__}: {caught.value}"
+    assert argument in str(caught.value), f"{argument!r} is not named: {caught.value}"
+
+
+def run_python(code, timeout=60, **environment):
+    """Run code in an interpreter of its own, which has to end well; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+        cwd=os.path.dirname(__file__),  # not where a pagedkv beside the tests would be found first
+        check=False,
+    )
+    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout

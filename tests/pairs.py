@@ -1,0 +1,146 @@
+"""The real thing and its twin side by side: do the same to both, and compare all that can be seen."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import reference
+from helpers import assert_same_bits
+
+import pagedkv
+
+_ERRORS = {reference.StoreShort: pagedkv.PagedStoreExhausted, reference.PoolShort: pagedkv.KvPoolExhausted}
+
+
+def both(real_action, twin_action):
+    """Run both. Returns ``(real, twin)`` results; None where both refused, which has to be for the same reason."""
+    twin, refusal = outcome(twin_action)
+    real, error = outcome(real_action)
+    if refusal is None:
+        if error is not None:
+            raise error
+        return real, twin
+    expected = _ERRORS.get(type(refusal), type(refusal))
+    assert type(error) is expected, f"expected {expected.__name__} ({refusal}), got {error!r}"
+    for name, value in vars(refusal).items():
+        assert getattr(error, name) == value, f"{name}: expected {value}, got {error!r}"
+    return None
+
+
+def outcome(action):
+    """``(result, None)`` or ``(None, error)``; no traceback, which would keep caches alive."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error.with_traceback(None)
+
+
+@dataclass(eq=False)
+class StorePair:
+    real: pagedkv.PagedKvStore
+    twin: reference.Store
+
+    @classmethod
+    def make(cls, block_size, total_blocks, n_kv_heads, head_dim, v_head_dim, n_layers, debug=False):
+        real = pagedkv.PagedKvStore(
+            block_size, total_blocks, n_kv_heads, head_dim, v_head_dim=v_head_dim, n_layers=n_layers, debug=debug
+        )
+        k_width, v_width = n_kv_heads * head_dim, n_kv_heads * v_head_dim
+        return cls(real, reference.Store(block_size, total_blocks, k_width, v_width, n_layers))
+
+    def poison(self):
+        """Write NaN into every row of the store, and give all blocks back."""
+        n = self.real.block_size * self.real.total_blocks
+        cache = pagedkv.PagedKvCache()
+        k = np.full((self.real.n_layers, n, self.real.k_width), np.nan, np.float32)
+        v = np.full((self.real.n_layers, n, self.real.v_width), np.nan, np.float32)
+        cache.append_contiguous(self.real, k, v, n)
+        cache.release(self.real)
+
+
+@dataclass(eq=False)
+class CachePair:
+    real: pagedkv.PagedKvCache
+    twin: reference.Cache
+
+
+@dataclass(eq=False)
+class StepPair:
+    real: pagedkv.Step
+    twin: reference.Step
+    caches: list
+
+
+@dataclass(eq=False)
+class Handle:
+    """Blocks that the test holds itself, by id and by twin."""
+
+    store: StorePair
+    ids: list
+    blocks: list
+
+
+@dataclass(eq=False)
+class Books:
+    """Which id stands for which block of the twin, and how often the test has seen it held."""
+
+    block_of: dict = field(default_factory=dict)
+    id_of: dict = field(default_factory=dict)
+
+    def enter(self, block_id, block):
+        assert self.block_of.setdefault(block_id, block) is block, f"block {block_id} stands for two"
+        assert self.id_of.setdefault(block, block_id) == block_id, f"{block_id} and {self.id_of[block]} stand for one"
+
+
+def compare(store, caches, handles, n_in_steps):
+    """One store and everything that holds blocks of it; steps hold n_in_steps blocks that nobody sees."""
+    real, twin = store.real, store.twin
+    books = Books()
+    for cache in caches:
+        compare_cache(cache, books)
+    for handle in handles:
+        for block_id, block in zip(handle.ids, handle.blocks, strict=True):
+            books.enter(block_id, block)
+    real.check([cache.real for cache in caches if cache.real.store is real])
+    assert real.free_block_count == twin.free_block_count
+    unseen = Counter()
+    for block_id in range(real.total_blocks):
+        block = books.block_of.get(block_id)
+        if block is None:
+            unseen[real.refcount(block_id)] += 1
+        else:
+            assert real.refcount(block_id) == block.holders
+    assert Counter({1: n_in_steps, 0: twin.free_block_count}) == +unseen
+    for block_id, block in books.block_of.items():
+        compare_block(real, block_id, block)
+
+
+def compare_cache(cache, books):
+    real, twin = cache.real, cache.twin
+    assert real.seq_len == twin.seq_len
+    assert real.capacity == twin.capacity
+    assert real.first_position == twin.first_position
+    table = real.block_table
+    assert table.dtype == np.int32
+    assert len(table) == len(twin.table)
+    for block_id, block in zip(table.tolist(), twin.table, strict=True):
+        if block is None:
+            assert block_id == -1
+        else:
+            books.enter(block_id, block)
+
+
+def compare_block(store, block_id, block):
+    """Every row that was written and not lost, in every layer, byte by byte."""
+    for layer in range(store.n_layers):
+        assert_same_bits(store.k_block(block_id, layer)[block.written], block.k[layer][block.written])
+        assert_same_bits(store.v_block(block_id, layer)[block.written], block.v[layer][block.written])
+
+
+def compare_contiguous(real, rows, layer=0):
+    """A KvCache against the twin's ``(k, v)`` rows."""
+    assert real.seq_len == len(rows)
+    for got, side in ((real.k, 0), (real.v, 1)):
+        assert got.shape[0] == len(rows)
+        if rows:
+            assert_same_bits(got, np.stack([row[side][layer] for row in rows]))

