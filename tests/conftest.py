@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from hostile import World
 from hypothesis import HealthCheck, settings
 
 import pagedkv
@@ -42,3 +43,9 @@ def cache():
 def row(store):
     """One position's K and V for the one-layer store."""
     return np.arange(6, dtype=np.float32), -np.arange(4, dtype=np.float32)
+
+
+@pytest.fixture
+def world():
+    """A store of three layers, a sequence of six positions in it, and contiguous caches."""
+    return World()

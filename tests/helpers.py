@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+import pagedkv
+
 _row_numbers = itertools.count(1)
 
 
@@ -60,6 +62,27 @@ def step_of(store):
     return rows(*shape, store.k_width), rows(*shape, store.v_width)
 
 
+def batch(store, *lengths):
+    """Sequences of those lengths, and their rows."""
+    caches = [pagedkv.PagedKvCache() for _ in lengths]
+    return caches, [append(store, cache, n) for cache, n in zip(caches, lengths, strict=True)]
+
+
+def write_all(step):
+    """Write new rows to every layer; returns K and V, ``[n_layers, n_rows, width]``."""
+    store = step.store
+    k = rows(store.n_layers, step.n_rows, store.k_width)
+    v = rows(store.n_layers, step.n_rows, store.v_width)
+    for layer in range(store.n_layers):
+        step.write(layer, k[layer], v[layer])
+    return k, v
+
+
+def grown(old, new, rows_of_it):
+    """K and V of a sequence after a step: what it was, and its share of the new rows."""
+    return tuple(np.concatenate([old[side], new[side][:, rows_of_it]], axis=1) for side in (0, 1))
+
+
 def store_state(store):
     """Everything that can be seen of a store: counts, and the bytes of every block that is held."""
     counts = [store.refcount(block) for block in range(store.total_blocks)]
@@ -93,6 +116,22 @@ def unchanged(store, *caches):
     before = store_state(store), [cache_state(cache) for cache in caches]
     yield
     assert (store_state(store), [cache_state(cache) for cache in caches]) == before
+    store.check(caches)
+
+
+@contextmanager
+def undone(store, *caches):
+    """As `unchanged`, after something that began and was taken back: blocks may have come and gone, and the rows
+    past a sequence's end, which nobody reads, may hold anything."""
+
+    def look():
+        readable = [store_rows(store, cache, layer) for cache in caches for layer in range(store.n_layers)]
+        counts = [store.refcount(block) for block in range(store.total_blocks)]
+        return counts, [(k.tobytes(), v.tobytes()) for k, v in readable], [cache_state(cache) for cache in caches]
+
+    before = look()
+    yield
+    assert look() == before
     store.check(caches)
 
 
