@@ -55,7 +55,7 @@ cdef class Step:
     Parameters
     ----------
     store : PagedKvStore
-    caches : sequence of PagedKvCache
+    caches : PagedKvCache, or an iterable of them
         The batch, in the order of its rows; each cache once.
     query_lens : int or sequence of int, optional
         New positions of each sequence, 0 or more; one number stands for all.
