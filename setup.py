@@ -78,4 +78,8 @@ def extensions():
         )
 
 
-setup(ext_modules=cythonize(list(extensions()), compiler_directives=DIRECTIVES))
+if __name__ == "__main__":  # cythonize starts processes that import this file where they cannot fork
+    setup(
+        ext_modules=cythonize(list(extensions()), compiler_directives=DIRECTIVES, nthreads=os.cpu_count() or 1),
+        options={"build_ext": {"parallel": os.cpu_count() or 1}},
+    )

@@ -13,7 +13,7 @@ cdef object attend_rows(
     object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
     object out, object return_lse, int n_threads)
 
-# A batch: one PagedKvCache, or a list or tuple of them.
+# A batch: one PagedKvCache, or any iterable of them.
 cdef tuple as_caches(object caches)
 
 # One query length, 0 or more, for each of n sequences; an integer stands for all.

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
@@ -13,7 +13,7 @@ _Floats = npt.NDArray[np.float32]
 def paged_attention(
     q: npt.ArrayLike,
     store: PagedKvStore,
-    caches: PagedKvCache | Sequence[PagedKvCache],
+    caches: PagedKvCache | Iterable[PagedKvCache],
     *,
     layer: SupportsIndex = 0,
     query_lens: SupportsIndex | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | None = None,
@@ -31,7 +31,7 @@ def paged_attention(
 def paged_attention(
     q: npt.ArrayLike,
     store: PagedKvStore,
-    caches: PagedKvCache | Sequence[PagedKvCache],
+    caches: PagedKvCache | Iterable[PagedKvCache],
     *,
     layer: SupportsIndex = 0,
     query_lens: SupportsIndex | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | None = None,

@@ -40,7 +40,7 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
         The query rows of all sequences, one after the other: ``n_rows = sum(query_lens)``. ``n_q_heads``
         is a multiple of ``n_kv_heads``; neighbouring query heads share one head of K and V.
     store : PagedKvStore
-    caches : PagedKvCache, or a sequence of them
+    caches : PagedKvCache, or an iterable of them
         They hold the K and V of the query positions already. One may occur several times.
     layer : int, optional
     query_lens : int or sequence of int, optional
@@ -279,9 +279,9 @@ cdef int check_readable(const QuerySpan* spans, Py_ssize_t n_spans, const Attend
 cdef tuple as_caches(caches):
     if isinstance(caches, PagedKvCache):
         return (caches,)
-    if not isinstance(caches, (list, tuple)):
-        raise TypeError(f"caches: expected a PagedKvCache or a list of them, got {describe(caches)}")
-    batch = tuple(caches)  # what is checked is what is used, whatever a subclass of list says next time
+    if not hasattr(caches, "__iter__"):
+        raise TypeError(f"caches: expected a PagedKvCache or several of them, got {describe(caches)}")
+    batch = tuple(caches)  # what is checked is what is used, whatever it would say the next time
     for i, cache in enumerate(batch):
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")

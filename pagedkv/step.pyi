@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Literal, SupportsIndex, overload
 
@@ -26,7 +26,7 @@ class Step:
     def __new__(
         cls,
         store: PagedKvStore,
-        caches: PagedKvCache | Sequence[PagedKvCache],
+        caches: PagedKvCache | Iterable[PagedKvCache],
         query_lens: SupportsIndex | Sequence[SupportsIndex] | npt.NDArray[np.integer] = 1,
         *,
         n_threads: SupportsIndex | None = None,

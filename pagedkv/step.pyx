@@ -14,7 +14,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, describe, empty_ids, empty_slots
+from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, empty_ids, empty_slots
 from pagedkv._kernels.attend cimport KvView, QuerySpan
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport scatter_rows
@@ -55,7 +55,7 @@ cdef class Step:
     Parameters
     ----------
     store : PagedKvStore
-    caches : sequence of PagedKvCache
+    caches : PagedKvCache, or an iterable of them
         The batch, in the order of its rows; each cache once.
     query_lens : int or sequence of int, optional
         New positions of each sequence, 0 or more; one number stands for all.

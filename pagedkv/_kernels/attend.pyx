@@ -1,8 +1,9 @@
 """Attention over K and V in blocks.
 
-A task (see plan.pyx) runs through its positions a few rows at a time, and keeps for each of its query rows the greatest
-score m, the sum l of exp(score - m), and the sum acc of exp(score - m) * v: the online softmax. Whoever
-finishes the last part of a tile merges all parts in their order, and writes the result.
+A task (see plan.pyx) runs through its positions a few rows at a time. For each of its query rows it keeps
+the greatest score so far, most; the sum of exp(score - most), total; and the sum of exp(score - most) * v,
+acc: the online softmax. Whoever finishes the last part of a tile merges all parts, in their order, and
+writes the result.
 
 Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-2, section 3.1 (tiles,
 division at the end); Dao et al. 2023, Flash-Decoding (parts merged by log-sum-exp).
@@ -41,7 +42,7 @@ cdef extern from "simd.h" nogil:
         void cap_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float cap) noexcept nogil
         void slope_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, const float* slopes,
                           const float* places, float first) noexcept nogil
-        int softmax_tile(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float* m, float* l,
+        int softmax_tile(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float* most, float* total,
                          float* fade) noexcept nogil
         void accumulate_rows(float* acc, Py_ssize_t acc_stride, const float* p, Py_ssize_t p_stride,
                              const float** v_rows, Py_ssize_t v_offset, simd_ahead* ahead, Py_ssize_t n,
@@ -81,8 +82,8 @@ cdef struct Run:
 
 # The running state of the online softmax of one part of a tile.
 cdef struct Partial:
-    float* m                    # [s_stride]
-    float* l                    # [s_stride]
+    float* most                 # [s_stride]: the greatest score
+    float* total                # [s_stride]: the sum of exp(score - most)
     float* acc                  # [n_rows, acc_stride]
 
 
@@ -151,8 +152,8 @@ cdef void work(void* context, Py_ssize_t index) noexcept nogil:
 cdef inline Partial partial_at(float* base, const AttendTile* tile, Py_ssize_t group) noexcept nogil:
     cdef Py_ssize_t s_stride = round_up(tile_rows(tile, group), PAD)
     cdef Partial partial
-    partial.m = base
-    partial.l = base + s_stride
+    partial.most = base
+    partial.total = base + s_stride
     partial.acc = base + 2 * s_stride
     return partial
 
@@ -188,11 +189,11 @@ cdef void merge_parts(Run* run, const AttendTile* tile, Py_ssize_t group) noexce
     for i in range(1, tile.n_parts):
         part = partial_at(base + i * size, tile, group)
         for r in range(tile_rows(tile, group)):
-            most = max(whole.m[r], part.m[r])
-            old = expf(whole.m[r] - most)
-            new = expf(part.m[r] - most)
-            whole.m[r] = most
-            whole.l[r] = whole.l[r] * old + part.l[r] * new
+            most = max(whole.most[r], part.most[r])
+            old = expf(whole.most[r] - most)
+            new = expf(part.most[r] - most)
+            whole.most[r] = most
+            whole.total[r] = whole.total[r] * old + part.total[r] * new
             if old != 1:
                 run.kernels.scale_row(
                     whole.acc + r * acc_stride, whole.acc + r * acc_stride, old, run.kv.v_head_dim)
@@ -214,13 +215,13 @@ cdef void write_rows(Run* run, const AttendTile* tile, Py_ssize_t group, const P
             for g in range(group):
                 head = (tile.first_head + h) * group + g
                 place = (first_row + i) * n_q_heads + head
-                most = partial.m[r]
-                total = partial.l[r]
+                most = partial.most[r]
+                total = partial.total[r]
                 factor = 1
                 if run.options.sinks is not NULL:
                     sink = run.options.sinks[head]
                     most = max(most, sink)
-                    factor = expf(partial.m[r] - most)
+                    factor = expf(partial.most[r] - most)
                     total = total * factor + expf(sink - most)
                 factor = factor / total if total != 0 else 0
                 run.kernels.scale_row(run.out + place * v_head_dim, partial.acc + r * acc_stride, factor, v_head_dim)
@@ -316,7 +317,7 @@ cdef void hide_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, const AttendT
 
 cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* tile, Py_ssize_t group,
                            Scratch* scratch, Partial* partial) noexcept nogil:
-    """The online softmax over a task's positions, into m, l and acc."""
+    """The online softmax over a task's positions, into its partial result."""
     cdef const KvView* kv = run.kv
     cdef const AttendOptions* options = run.options
     cdef const simd_kernels* simd = run.kernels
@@ -340,8 +341,8 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef float* s = scratch.s
 
     for r in range(s_stride):
-        partial.m[r] = -FLT_MAX
-    memset(partial.l, 0, s_stride * sizeof(float))
+        partial.most[r] = -FLT_MAX
+    memset(partial.total, 0, s_stride * sizeof(float))
     memset(partial.acc, 0, n_rows * acc_stride * sizeof(float))
     if task.begin == task.end:
         return
@@ -379,7 +380,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
 
         if (first_seen(options, query + tile.n_queries - 1) <= place
                 and end_seen(options, query, span.seq_len) >= place + n):
-            moved = simd.softmax_tile(s, s_stride, n, width, partial.m, partial.l, scratch.fade)
+            moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
             if moved and place > task.begin:
                 fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
             simd.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, &ahead, n, tile.n_heads,
@@ -391,7 +392,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
                 first = first_seen(options, query + i) - place
                 end = end_seen(options, query + i, span.seq_len) - place
                 hide_scores(s, s_stride, n, tile, group, i, first, end)
-            moved = simd.softmax_tile(s, s_stride, n, width, partial.m, partial.l, scratch.fade)
+            moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
             if moved and place > task.begin:
                 fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
             for i in range(tile.n_queries):
@@ -450,8 +451,6 @@ def set_simd(name):
 
 def apply_exp(float[::1] x not None):
     """exp of numbers that are not positive, in place, as the kernels compute it; their count a multiple of 32."""
-    cdef float m, l, fade
-    cdef Py_ssize_t i
     cdef float* zeros
     if x.shape[0] % PAD:
         raise ValueError(f"x: expected a multiple of {PAD} numbers, got {x.shape[0]}")

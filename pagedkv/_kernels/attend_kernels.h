@@ -183,18 +183,19 @@ static void V(slope_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t
 }
 
 /* Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3, a tile at a time.
- * m starts at -FLT_MAX, not at minus infinity: a score of minus infinity then gives exp(-inf) = 0
- * whatever came before it. max(s, m) leaves m where s is NaN, and exp carries the NaN into l and p. */
-static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *m, float *l,
-                           float *fade) {
-    V(vec) most = V(zero)();
+ * most starts at -FLT_MAX, not at minus infinity: a score of minus infinity then gives exp(-inf) = 0
+ * whatever came before it. max(s, most) leaves most where s is NaN, and exp carries the NaN into
+ * total and p. */
+static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *most,
+                           float *total, float *fade) {
+    V(vec) moved = V(zero)();
     for (ptrdiff_t r = 0; r < width; r += LANES) {
-        const V(vec) before = V(load)(m + r);
+        const V(vec) before = V(load)(most + r);
         V(vec) after = before;
         for (ptrdiff_t t = 0; t < n; ++t)
             after = V(max)(V(load)(s + t * s_stride + r), after);
         const V(vec) f = V(exp)(V(sub)(before, after));
-        V(vec) sum = V(mul)(V(load)(l + r), f);
+        V(vec) sum = V(mul)(V(load)(total + r), f);
         ptrdiff_t t = 0;
         for (; t + 4 <= n; t += 4) {
             V(vec) p[4];
@@ -213,12 +214,12 @@ static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t 
             V(store)(s + t * s_stride + r, p);
             sum = V(add)(sum, p);
         }
-        V(store)(m + r, after);
-        V(store)(l + r, sum);
+        V(store)(most + r, after);
+        V(store)(total + r, sum);
         V(store)(fade + r, f);
-        most = V(add)(most, V(sub)(V(set1)(1.0f), f));
+        moved = V(add)(moved, V(sub)(V(set1)(1.0f), f));
     }
-    return V(sum)(most) != 0.0f;
+    return V(sum)(moved) != 0.0f;
 }
 
 /* --- accumulation: lanes along v_head_dim ---------------------------------------------------------- */

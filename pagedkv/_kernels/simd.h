@@ -96,9 +96,10 @@ typedef struct {
     /* s[t, r] -= slopes[r] * |places[r] - (first + t)| */
     void (*slope_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, const float *slopes,
                          const float *places, float first);
-    /* One step of the online softmax: m, l and s take in a tile; s becomes exp(s - m), fade[r] is by how
-     * much what was accumulated before has to shrink. Returns whether any fade is not 1. */
-    int (*softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *m, float *l, float *fade);
+    /* One step of the online softmax: most[r] and total[r] take in a tile; s becomes exp(s - most), fade[r] is
+     * by how much what was accumulated before has to shrink. Returns whether any fade is not 1. */
+    int (*softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *most, float *total,
+                        float *fade);
     /* acc[h * n_rows + r] += sum over t of p[t, h * n_rows + r] * v_rows[t][v_offset + h * v_head_dim ...] */
     void (*accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
                             const float *const *v_rows, ptrdiff_t v_offset, simd_ahead *ahead, ptrdiff_t n,
