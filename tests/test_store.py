@@ -276,6 +276,16 @@ def test_debug_fills_what_is_given_back_with_nan(store, let_go):
     assert np.isnan(view[1]).all()
 
 
+def test_debug_checks_the_books_after_every_change(store, cache):
+    """A reference that was not the caller's to give back is missed at the next change."""
+    append(store, cache, 2)
+    other = cache.clone()
+    store.release(other.block_table)
+    store.release(other.block_table)
+    with pytest.raises(pagedkv.PagedKvError, match="block 0 is in 1 tables and has 0 holders"):
+        append(store, cache, 1)
+
+
 def test_without_debug_nothing_is_filled():
     store = pagedkv.PagedKvStore(4, 4, 1, 2)
     cache = pagedkv.PagedKvCache()
