@@ -33,6 +33,8 @@ def against(benchmark):
 
         call()
         benchmark.pedantic(call, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=1)
+        if benchmark.disabled:  # --benchmark-disable: whether it runs, not how fast
+            return
         ours = benchmark.stats.stats
         theirs = times[1:]
         fastest, middle = min(theirs) / ours.min, median(theirs) / ours.median
