@@ -17,6 +17,8 @@ cdef cnp.ndarray as_rows(
 # The same for one row a layer, with no count axis.
 cdef cnp.ndarray as_step(
     object array, str name, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim)
+# Native float32 of any shape and strides.
+cdef cnp.ndarray as_native(object array, str name, str expected)
 # Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length).
 cdef cnp.ndarray as_float32(object array, str name, tuple shape)
 

@@ -96,11 +96,15 @@ cdef inline bint has_shape(
             and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
 
 
-cdef cnp.ndarray convert(object array, str name, str expected):
+cdef cnp.ndarray as_native(object array, str name, str expected):
     """`array` as a native float32 ndarray of any strides."""
     if array is None:
         raise TypeError(f"{name}: expected {expected}, got None")
-    cdef cnp.ndarray result = np.asarray(array)
+    cdef cnp.ndarray result
+    try:
+        result = np.asarray(array)
+    except ValueError as error:  # lists of unequal length, and the like
+        raise ValueError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
     if cnp.PyArray_TYPE(result) != cnp.NPY_FLOAT32 or not cnp.PyArray_ISNOTSWAPPED(result):
         raise TypeError(f"{name}: expected {expected}, got {describe(result)}")
     return result
@@ -113,7 +117,7 @@ cdef cnp.ndarray check_rows(
     if count >= 0:
         axes.append(count)
     expected = f"float32 {axes + [n_heads * head_dim]}"
-    cdef cnp.ndarray rows = convert(array, name, expected)
+    cdef cnp.ndarray rows = as_native(array, name, expected)
     if not has_shape(rows, n_layers, count, n_heads, head_dim):
         raise ValueError(f"{name}: expected {expected}, got {describe(rows)}")
     return np.require(rows, requirements="CA")
@@ -154,7 +158,7 @@ cdef cnp.ndarray as_float32(object array, str name, tuple shape):
         return <cnp.ndarray>array
     wanted = ", ".join("n" if n is None else str(n) for n in shape)
     expected = f"float32 [{wanted}]"
-    cdef cnp.ndarray result = convert(array, name, expected)
+    cdef cnp.ndarray result = as_native(array, name, expected)
     if not fits(result, shape):
         raise ValueError(f"{name}: expected {expected}, got {describe(result)}")
     return np.require(result, requirements="CA")

@@ -24,8 +24,8 @@ cdef class BlockTable:
     """What `PagedKvCache` makes public."""
 
     def __dealloc__(self):
-        if self.store is not None:
-            self.give_back_from(self.n_dropped)
+        if self.store is not None and self.n_dropped < self.n_blocks:
+            self.store.drop_each(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
 
     # --- the guard ---
 
@@ -134,7 +134,7 @@ cdef class BlockTable:
         for i in range(self.length // size, self.n_blocks - n_missing):
             old = self.table[i]
             if copy < end and store.blocks.counts[old] > 1:
-                store.copy_block_rows(self.table[copy], old, min(max(self.length - i * size, 0), size))
+                store.copy_shared_rows(self.table[copy], old, min(max(self.length - i * size, 0), size))
                 self.table[i] = self.table[copy]
                 store.give_back(&old, 1)
                 store.copies_on_write += 1

@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 
 from pagedkv._arrays cimport (
-    as_float32, as_index, as_result, as_size, as_thread_count, check_apart, describe, empty_floats)
+    as_float32, as_index, as_native, as_result, as_size, as_thread_count, check_apart, describe, empty_floats)
 from pagedkv._kernels.attend cimport AttendOptions, KvView, QuerySpan, attend_batch
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv.sequence cimport PagedKvCache
@@ -301,8 +301,10 @@ cdef tuple as_query_lens(query_lens, Py_ssize_t n):
 
 cdef cnp.ndarray as_kv(array, str name):
     """K or V of `attention`: [s, width] or [s, heads, dim]."""
-    cdef int n_axes = 3 if getattr(array, "ndim", 2) == 3 else 2
-    return as_float32(array, name, (None,) * n_axes)
+    cdef object rows = as_native(array, name, "float32 [s, width] or [s, n_kv_heads, head_dim]")
+    if rows.ndim not in (2, 3):
+        raise ValueError(f"{name}: expected float32 [s, width] or [s, n_kv_heads, head_dim], got {describe(rows)}")
+    return as_float32(rows, name, (None,) * rows.ndim)
 
 
 cdef Py_ssize_t width_of(cnp.ndarray rows) except -1:

@@ -3,7 +3,7 @@
 cimport cython
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_rows, as_size, as_step, describe, empty_rows
+from pagedkv._arrays cimport as_native, as_rows, as_size, as_step, describe, empty_rows
 cimport numpy as cnp
 
 import numpy as np
@@ -111,17 +111,16 @@ cdef class KvCache:
 
     def __cinit__(self):
         self.planned = -1
-        self.k_rows = empty_rows((0, 0))
-        self.v_rows = empty_rows((0, 0))
+        self.set_rows(empty_rows((0, 0)), empty_rows((0, 0)))
 
     def __init__(self, n_kv_heads, head_dim, *, v_head_dim=None):
         cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
         cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
-        if self.n_kv_heads:
+        if self.n_kv_heads:  # asked last: what came before may have run the caller's code
             raise RuntimeError("KvCache: __init__ runs once")
-        self.k_rows = empty_rows((0, int(heads) * int(k_dim)))
-        self.v_rows = empty_rows((0, int(heads) * int(v_dim)))
+        self.set_rows(empty_rows((0, int(heads) * int(k_dim))), empty_rows((0, int(heads) * int(v_dim))))
+        self.seq_len = self.usable = 0
         self.n_kv_heads = heads
         self.head_dim = k_dim
         self.v_head_dim = v_dim
@@ -169,12 +168,12 @@ cdef class KvCache:
     @property
     def k(self):
         """The keys: a read-only float32 view ``[seq_len, n_kv_heads * head_dim]``."""
-        return read_only(self.k_rows, self.seq_len)
+        return self.k_array[:self.seq_len]
 
     @property
     def v(self):
         """The values: a read-only float32 view ``[seq_len, n_kv_heads * v_head_dim]``."""
-        return read_only(self.v_rows, self.seq_len)
+        return self.v_array[:self.seq_len]
 
     @property
     def allocated_bytes(self):
@@ -223,8 +222,9 @@ cdef class KvCache:
         KvPoolExhausted, TypeError, ValueError
             As for `push`; all rows or none.
         """
-        cdef Py_ssize_t n = (np.shape(k) or (0,))[0]
-        k_new = as_rows(k, "k", 1, n, self.n_kv_heads, self.head_dim)[0]
+        cdef object rows = as_native(k, "k", f"float32 [n, {self.k_rows.shape[1]}]")
+        cdef Py_ssize_t n = len(rows) if rows.ndim else 0
+        k_new = as_rows(rows, "k", 1, n, self.n_kv_heads, self.head_dim)[0]
         v_new = as_rows(v, "v", 1, n, self.n_kv_heads, self.v_head_dim)[0]
         cdef Py_ssize_t start = self.seq_len
         self.resize(start + n)
@@ -251,12 +251,11 @@ cdef class KvCache:
         A cache without a pool only gives its memory back. A later push draws on the pool again.
         """
         cdef Py_ssize_t n = self.pool_blocks
+        self.set_rows(empty_rows((0, self.k_rows.shape[1])), empty_rows((0, self.v_rows.shape[1])))
         self.seq_len = 0
         self.pool_blocks = 0
         self.planned = -1
         self.usable = 0
-        self.k_rows = empty_rows((0, self.k_rows.shape[1]))
-        self.v_rows = empty_rows((0, self.v_rows.shape[1]))
         if self.pool is not None:
             self.pool.give_back(n)
 
@@ -264,22 +263,32 @@ cdef class KvCache:
         cdef Py_ssize_t allocated = self.k_rows.shape[0], used = self.seq_len, n_blocks = 0
         if n <= self.usable:
             return 0
-        k, v = self.k_rows, self.v_rows
+        k, v = self.k_array, self.v_array
         if n > allocated:
             # The first allocation is exact, it may be a plan; growth doubles.
             allocated = max(n, 2 * allocated)
             k = empty_rows((allocated, self.k_rows.shape[1]))
             v = empty_rows((allocated, self.v_rows.shape[1]))
-            k[:used] = np.asarray(self.k_rows)[:used]
-            v[:used] = np.asarray(self.v_rows)[:used]
+            k[:used] = self.k_array[:used]
+            v[:used] = self.v_array[:used]
         if self.pool is not None:
             n_blocks = max(0, (n + self.pool.block_size - 1) // self.pool.block_size - self.pool_blocks)
             self.pool.take(n_blocks)
             self.pool_blocks += n_blocks
             allocated = min(allocated, self.pool_blocks * self.pool.block_size)
-        self.k_rows = k
-        self.v_rows = v
+        if k is not self.k_array:
+            self.set_rows(k, v)
         self.usable = allocated
+        return 0
+
+    cdef int set_rows(self, object k, object v) except -1:
+        cdef float[:, ::1] k_rows = k, v_rows = v
+        for rows in (k, v):
+            # Views that are handed out must not be made writable again: NumPy asks the owner.
+            (<object>rows).base.flags.writeable = False
+            (<object>rows).flags.writeable = False
+        self.k_rows, self.v_rows = k_rows, v_rows
+        self.k_array, self.v_array = k, v
         return 0
 
     cdef int resize(self, Py_ssize_t n) except -1:
@@ -295,12 +304,6 @@ cdef class KvCache:
                 f"out: expected a KvCache of {n_kv_heads} heads of {head_dim} and {v_head_dim} values, "
                 f"got {self.n_kv_heads} heads of {self.head_dim} and {self.v_head_dim}")
         return 0
-
-
-cdef read_only(float[:, ::1] rows, Py_ssize_t n):
-    view = np.asarray(rows)[:n]
-    view.flags.writeable = False
-    return view
 
 
 cdef extern from "Python.h":

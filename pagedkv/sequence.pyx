@@ -14,12 +14,9 @@ from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport append_rows, gather_blocks, put_step
 from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
-from pagedkv.store cimport PagedKvStore
+from pagedkv.store cimport NOGIL_FROM, PagedKvStore
 
 import numpy as np
-
-# Below this, releasing the GIL costs more than the copy it would let others overlap with.
-cdef Py_ssize_t NOGIL_FROM = 64 << 10
 
 
 @cython.no_gc_clear
@@ -109,8 +106,8 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             Rows of another dtype or shape; another store; in use by a running call.
         """
-        cdef cnp.ndarray k = as_step(k_step, "k_step", store.n_layers, store.n_kv_heads, store.head_dim)
-        cdef cnp.ndarray v = as_step(v_step, "v_step", store.n_layers, store.n_kv_heads, store.v_head_dim)
+        cdef cnp.ndarray k = store.apart(as_step(k_step, "k_step", store.n_layers, store.n_kv_heads, store.head_dim))
+        cdef cnp.ndarray v = store.apart(as_step(v_step, "v_step", store.n_layers, store.n_kv_heads, store.v_head_dim))
         cdef const float* k_rows = <const float*>cnp.PyArray_DATA(k)
         cdef const float* v_rows = <const float*>cnp.PyArray_DATA(v)
         cdef Py_ssize_t row
@@ -152,8 +149,10 @@ cdef class PagedKvCache(BlockTable):
             As for `push`.
         """
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
-        cdef const float[:, :, ::1] k_rows = as_rows(k, "k", store.n_layers, n, store.n_kv_heads, store.head_dim)
-        cdef const float[:, :, ::1] v_rows = as_rows(v, "v", store.n_layers, n, store.n_kv_heads, store.v_head_dim)
+        cdef const float[:, :, ::1] k_rows = store.apart(
+            as_rows(k, "k", store.n_layers, n, store.n_kv_heads, store.head_dim))
+        cdef const float[:, :, ::1] v_rows = store.apart(
+            as_rows(v, "v", store.n_layers, n, store.n_kv_heads, store.v_head_dim))
         cdef int n_threads = resolve_threads(0)
         cdef Py_ssize_t layer
         self.begin_write(store)
@@ -180,8 +179,9 @@ cdef class PagedKvCache(BlockTable):
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
         self.begin_read(store)
+        cdef Py_ssize_t n_needed = self.n_missing(store, n) + self.n_shared(store, n)
         self.end_read()
-        return self.n_missing(store, n) + self.n_shared(store, n)
+        return n_needed
 
     def reserve(self, PagedKvStore store not None, n_new):
         """Take the blocks that ``n_new`` more positions need, without advancing ``seq_len``.
@@ -248,8 +248,9 @@ cdef class PagedKvCache(BlockTable):
                 raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
             if store is not None:
                 check_adopted(<PagedKvStore>store, table, table.shape[0], size)
-            self.table = table
-            self.n_blocks = table.shape[0]
+            with cython.critical_section(self):
+                self.table = table
+                self.n_blocks = table.shape[0]
             self.block_size = size
             self.length = n
             if self.n_blocks:
@@ -267,6 +268,8 @@ cdef class PagedKvCache(BlockTable):
         ------
         RuntimeError
             In use by a running call that writes; or the blocks were adopted and no store has been seen yet.
+        OverflowError
+            A block has 2**31 - 1 holders.
         """
         cls = type(self)
         return self.share_into(cls.__new__(cls))
@@ -288,9 +291,11 @@ cdef class PagedKvCache(BlockTable):
     cdef PagedKvCache share_into(self, PagedKvCache other):
         """Make `other` a second holder of this sequence's written blocks; it gives back its own."""
         cdef Py_ssize_t n, bad = -1
-        if self.store is None and self.n_blocks:
-            raise RuntimeError("clone: the blocks were adopted and their store is not known yet; "
-                               "name it in adopt_blocks(..., store=store)")
+        cdef int32_t[::1] table
+        for cache in (self, other):
+            if (<BlockTable>cache).store is None and (<BlockTable>cache).n_blocks:
+                raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
+                                   "name it in adopt_blocks(..., store=store)")
         self.begin_read(self.store)
         try:
             other.lock_write()
@@ -298,15 +303,20 @@ cdef class PagedKvCache(BlockTable):
                 n = blocks_for(self.length, self.block_size)
                 table = empty_ids(n)
                 if n:
-                    table[:] = np.asarray(self.table[:n])
+                    table[:] = self.table[:n]
                 if n > self.n_dropped:
-                    bad = self.store.blocks.retain(&self.table[self.n_dropped], n - self.n_dropped)
+                    bad = self.store.blocks.retain(&table[self.n_dropped], n - self.n_dropped)
                 if bad >= 0:
                     raise OverflowError("clone: a block has as many holders as can be counted")
-                if other.store is not None:
+                try:
                     other.give_back_from(other.n_dropped)
-                other.table = table
-                other.n_blocks = n
+                except BaseException:
+                    if n > self.n_dropped:
+                        self.store.blocks.give_back(&table[self.n_dropped], n - self.n_dropped)
+                    raise
+                with cython.critical_section(other):
+                    other.table = table
+                    other.n_blocks = n
                 other.n_dropped = self.n_dropped
                 other.block_size = self.block_size
                 other.length = self.length

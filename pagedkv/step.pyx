@@ -144,8 +144,7 @@ cdef class Step:
             The step is not open; a call on it is running; or a layer was not written, and everything
             was rolled back.
         """
-        self.begin_call()
-        self.busy = False
+        self.begin_call()  # and never ended: no call comes after it
         cdef Py_ssize_t layer
         for layer in range(self.store.n_layers if self.n_rows else 0):
             if not self.written[layer]:
@@ -163,7 +162,6 @@ cdef class Step:
             The step is not open, or a call on it is running.
         """
         self.begin_call()
-        self.busy = False
         self.undo()
         self.store.after_change()
 
@@ -209,8 +207,10 @@ cdef class Step:
         """
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
-        cdef const float[:, :, ::1] k_rows = as_rows(k, "k", 1, self.n_rows, store.n_kv_heads, store.head_dim)
-        cdef const float[:, :, ::1] v_rows = as_rows(v, "v", 1, self.n_rows, store.n_kv_heads, store.v_head_dim)
+        cdef const float[:, :, ::1] k_rows = store.apart(
+            as_rows(k, "k", 1, self.n_rows, store.n_kv_heads, store.head_dim))
+        cdef const float[:, :, ::1] v_rows = store.apart(
+            as_rows(v, "v", 1, self.n_rows, store.n_kv_heads, store.v_head_dim))
         self.begin_call()
         with nogil:
             scatter_rows(store.k[index], k_rows[0], self.slots, self.n_rows, self.n_threads)
@@ -349,7 +349,7 @@ cdef class Step:
                 for j in range(cache.length // size, used):
                     if change.n_copied < change.n_copies and store.blocks.counts[table[j]] > 1:
                         copy = self.taken[change.first_taken + change.n_copied]
-                        store.copy_block_rows(copy, table[j], min(max(cache.length - j * size, 0), size))
+                        store.copy_shared_rows(copy, table[j], min(max(cache.length - j * size, 0), size))
                         table[j] = copy
                         change.n_copied += 1
             span = &self.spans[i]
@@ -373,10 +373,10 @@ cdef class Step:
             if change.n_copies:
                 for j in range(cache.length // store.block_size, cache.n_blocks):
                     if cache.table[j] != change.private_table[j]:
-                        store.blocks.give_back(&cache.table[j], 1)
+                        store.drop(&cache.table[j], 1)
                         cache.table[j] = change.private_table[j]
                         store.copies_on_write += 1
-                store.blocks.give_back(
+                store.drop(
                     &self.taken[change.first_taken + change.n_copied], change.n_copies - change.n_copied)
             cache.n_blocks += change.n_missing
             cache.length += self.spans[i].query_len
@@ -390,7 +390,7 @@ cdef class Step:
         cdef Py_ssize_t i
         self.state = ROLLED_BACK
         if self.n_taken:
-            self.store.give_back(&self.taken[0], self.n_taken)
+            self.store.drop_each(&self.taken[0], self.n_taken)
         for i in range(self.n_caches):
             (<PagedKvCache>self.caches[i]).end_write()
         return 0

@@ -1,6 +1,11 @@
+cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 from pagedkv.allocator cimport BlockAllocator
+
+# Below this, releasing the GIL costs more than the copy it would let others overlap with.
+cdef enum:
+    NOGIL_FROM = 64 << 10
 
 
 cdef class PagedKvStore:
@@ -17,9 +22,16 @@ cdef class PagedKvStore:
 
     # n blocks into ids, or PagedStoreExhausted with nothing changed. `held`: what the asking sequences hold already.
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1
-    # One holder less for ids that the caller holds: cannot fail.
+    # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
+    # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
+    # One holder less for each id that has one: the way out when nothing may be raised.
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
     # The first n rows of a block, in all layers, to another block.
+    # `copy_shared_rows` releases the GIL where there is enough to copy.
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
+    cdef cnp.ndarray apart(self, cnp.ndarray rows)
     cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
     # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1
@@ -27,4 +39,4 @@ cdef class PagedKvStore:
 
     cdef object view(self, object rows, object id, object layer)
     cdef Py_ssize_t held_id(self, object id, str name) except -1
-    cdef int poison(self, const int32_t* ids, Py_ssize_t n, int32_t holders) except -1
+    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept

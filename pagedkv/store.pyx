@@ -1,12 +1,15 @@
 """PagedKvStore: the bytes of all blocks, for all layers, and who holds them."""
 
 cimport cython
+cimport numpy as cnp
 from libc.math cimport NAN
 from libc.stdint cimport INT32_MAX, int32_t
 
 from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_rows
 from pagedkv._kernels.rows cimport copy_rows, fill_rows
 from pagedkv.allocator cimport BlockAllocator
+
+from collections import Counter
 
 import numpy as np
 
@@ -73,8 +76,6 @@ cdef class PagedKvStore:
 
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
-        if self.blocks.total:
-            raise RuntimeError("PagedKvStore: __init__ runs once")
         cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_SIZE)
         cdef Py_ssize_t total = as_size(total_blocks, "total_blocks", 1, INT32_MAX)
         cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
@@ -82,13 +83,17 @@ cdef class PagedKvStore:
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
         cdef object rows
         cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
+        cdef bint touch = bool(prefault), checked = bool(debug)
         check_dtype(dtype)
         cdef object k = empty_rows((int(layers), int(total), int(size), int(heads) * int(k_dim)))
         cdef object v = empty_rows((int(layers), int(total), int(size), int(heads) * int(v_dim)))
         blocks = BlockAllocator(total)
-        if prefault:
+        if touch:
             k.fill(0)
             v.fill(0)
+        # Asked last: what came before may have run the caller's code.
+        if self.blocks.total:
+            raise RuntimeError("PagedKvStore: __init__ runs once")
         self.block_size = size
         self.n_kv_heads = heads
         self.head_dim = k_dim
@@ -103,7 +108,7 @@ cdef class PagedKvStore:
         self.k_blocks = k
         self.v_blocks = v
         self.step_bytes = layers * heads * (k_dim + v_dim) * sizeof(float)
-        self.debug = bool(debug)
+        self.debug = checked
         self.blocks = blocks
 
     @classmethod
@@ -289,8 +294,7 @@ cdef class PagedKvStore:
             return
         if self.debug:  # look first: blocks are overwritten while they are still ours
             self.check_held(held, "ids")
-            self.poison(&held[0], held.shape[0], 1)
-        cdef Py_ssize_t bad = self.blocks.give_back(&held[0], held.shape[0])
+        cdef Py_ssize_t bad = self.drop(&held[0], held.shape[0])
         if bad >= 0:
             raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
         self.after_change()
@@ -319,31 +323,54 @@ cdef class PagedKvStore:
         if self.blocks.counts[target] > 1:
             raise ValueError(f"dst: expected a block with one holder, got {target}, "
                              f"which has {self.blocks.counts[target]}")
-        with nogil:
-            self.copy_block_rows(<int32_t>target, <int32_t>source, self.block_size)
+        self.copy_shared_rows(<int32_t>target, <int32_t>source, self.block_size)
 
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
         if not self.blocks.take(ids, n):
             raise PagedStoreExhausted(n, self.blocks.n_free(), self.blocks.total, held)
         if self.debug:
-            self.poison(ids, n, 1)
+            self.poison(ids, n)
         return 0
 
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
-        if self.debug:
-            self.poison(ids, n, 1)
-        self.blocks.give_back(ids, n)
+        cdef Py_ssize_t bad = self.drop(ids, n)
+        if bad >= 0:
+            raise PagedKvError(f"block {ids[bad]} is in a table and has no holder left: "
+                               "someone gave back a reference that was not theirs")
         return 0
 
-    cdef int poison(self, const int32_t* ids, Py_ssize_t n, int32_t holders) except -1:
-        """Fill those blocks of ids that have so many holders with NaN."""
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        if self.debug:
+            self.poison(ids, n)
+        return self.blocks.give_back(ids, n)
+
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
+            self.drop(&ids[i], 1)
+
+    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """Fill those blocks that nobody holds but who named these ids with NaN."""
         cdef Py_ssize_t i, layer, size = self.block_size
-        for i in range(n):
-            if self.blocks.counts[ids[i]] == holders:
+        for block, count in Counter([ids[i] for i in range(n)]).items():
+            if self.blocks.counts[<int32_t>block] == count:
                 for layer in range(self.n_layers):
-                    fill_rows(self.k[layer], ids[i] * size, size, NAN)
-                    fill_rows(self.v[layer], ids[i] * size, size, NAN)
-        return 0
+                    fill_rows(self.k[layer], <int32_t>block * size, size, NAN)
+                    fill_rows(self.v[layer], <int32_t>block * size, size, NAN)
+
+    cdef cnp.ndarray apart(self, cnp.ndarray rows):
+        """The rows, or a copy where they are a view of this store: no copy may overlap what it writes."""
+        cdef const char* start = <const char*>cnp.PyArray_DATA(rows)
+        if (lies_in(start, self.k) or lies_in(start, self.v)) and cnp.PyArray_SIZE(rows):
+            return rows.copy()
+        return rows
+
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        if n * self.step_bytes < NOGIL_FROM:
+            self.copy_block_rows(dst, src, n)
+        else:
+            with nogil:
+                self.copy_block_rows(dst, src, n)
 
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
         # Sorted, so that a block's occurrences are counted without a table of all blocks.
@@ -398,7 +425,8 @@ cdef class PagedKvStore:
             if cache.store is not None and cache.store is not self:
                 raise ValueError("caches: expected sequences of this store, got one of another")
             for block in cache.block_table.tolist() if cache.store is self else ():
-                if block >= 0:
+                if block != -1:
+                    as_index(block, "block_table", self.blocks.total)
                     named[block] = named.get(block, 0) + 1
         for block, count in named.items():
             if count > self.blocks.counts[block]:
@@ -410,11 +438,19 @@ cdef class PagedKvStore:
         return 0
 
 
+cdef inline bint lies_in(const char* address, float[:, :, ::1] rows) noexcept:
+    cdef const char* start
+    if rows.shape[0] == 0:
+        return False
+    start = <const char*>&rows[0, 0, 0]
+    return start <= address < start + rows.shape[0] * rows.shape[1] * rows.shape[2] * <Py_ssize_t>sizeof(float)
+
+
 cdef check_dtype(dtype):
     """The NumPy dtype of a store's values."""
     try:
         result = np.dtype(dtype) if dtype is not None else None
-    except TypeError:
+    except Exception:  # a dtype is parsed, and may run code of the caller's
         result = None
     if result != FLOAT32:
         raise ValueError(f"dtype: expected float32, got {dtype!r}")
