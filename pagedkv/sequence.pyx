@@ -16,8 +16,6 @@ from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport NOGIL_FROM, PagedKvStore
 
-import numpy as np
-
 
 @cython.no_gc_clear
 cdef class PagedKvCache(BlockTable):

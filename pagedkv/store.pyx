@@ -361,7 +361,7 @@ cdef class PagedKvStore:
     cdef cnp.ndarray apart(self, cnp.ndarray rows):
         """The rows, or a copy where they are a view of this store: no copy may overlap what it writes."""
         cdef const char* start = <const char*>cnp.PyArray_DATA(rows)
-        if (lies_in(start, self.k) or lies_in(start, self.v)) and cnp.PyArray_SIZE(rows):
+        if lies_in(start, self.k) or lies_in(start, self.v):
             return rows.copy()
         return rows
 

@@ -222,8 +222,9 @@ class Cache:
     def clone_from(self, source):
         if source is self:
             return
-        if source.table and source.store is None:
-            raise RuntimeError("the store is not known yet")
+        for cache in (source, self):
+            if cache.table and cache.store is None:
+                raise RuntimeError("the store is not known yet")
         source.refuse_in_step()
         self.refuse_in_step()
         table = source.table[: ceil(source.seq_len / source.block_size)] if source.table else []

@@ -148,10 +148,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=pick, source=pick)
     def clone_from(self, which, source):
         cache, source = self.cache(which), self.cache(source)
-        unbound = self.unbound_blocks(cache)
-        result = both(lambda: cache.real.clone_from(source.real), lambda: cache.twin.clone_from(source.twin))
-        if result and cache is not source:
-            self.handles += unbound
+        both(lambda: cache.real.clone_from(source.real), lambda: cache.twin.clone_from(source.twin))
 
     @rule(which=pick, n_blocks=few, n_reserved=st.integers(0, 2), bound=st.booleans())
     def adopt(self, which, n_blocks, n_reserved, bound):
