@@ -1,4 +1,4 @@
-"""Snapshots of counters: plain values, taken in one go, that stay as they were."""
+"""Snapshots of counters: plain values that stay as they were. They import nothing, since every owner returns them."""
 
 from __future__ import annotations
 
