@@ -253,12 +253,20 @@ cdef class PagedKvStore:
         cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.total:  # not worth an array of that size
             raise PagedStoreExhausted(count, self.blocks.n_free(), self.blocks.total)
-        ids = np.empty(count, np.int32)
-        cdef int32_t[::1] out = ids
-        if count:
-            self.take(&out[0], count, 0)
-            self.after_change()
-        return ids.tolist()
+        cdef int32_t[::1] out = np.empty(count, np.int32)
+        cdef list ids = [0] * count
+        cdef Py_ssize_t i
+        if count == 0:
+            return ids
+        self.take(&out[0], count, 0)
+        try:
+            for i in range(count):
+                ids[i] = out[i]
+        except MemoryError:
+            self.drop_each(&out[0], count)
+            raise
+        self.after_change()
+        return ids
 
     def retain(self, ids):
         """Add one holder to each block of ``ids`` (a list, tuple or integer array; repeats count).
