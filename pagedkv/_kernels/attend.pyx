@@ -18,9 +18,10 @@ from libc.string cimport memset
 
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport (
-    MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendTask, AttendTile, KvView, QuerySpan,
-    RowView, Scratch, end_seen, first_seen, lay_out, partial_floats, round_up, step_positions, tile_rows)
-from pagedkv._kernels.simd cimport SIMD_F32, SIMD_I8, simd_ahead, simd_dtype, simd_in_use, simd_kernels
+    MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendShare, AttendTask, AttendTile, KvView,
+    QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up, step_positions, tile_rows)
+from pagedkv._kernels.simd cimport (
+    SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
 
 
 cdef extern from "<stdatomic.h>" nogil:
@@ -125,7 +126,8 @@ cdef inline Partial part_of(Run* run, const AttendTile* tile, Py_ssize_t part) n
 cdef void run_task(Run* run, const AttendTask* task, float* memory) noexcept nogil:
     cdef const AttendPlan* plan = run.plan
     cdef const AttendTile* tile = &plan.tiles[task.tile]
-    cdef Py_ssize_t i
+    cdef const AttendShare* share
+    cdef Py_ssize_t i, own
     cdef Scratch scratch
     cdef Partial partial
     lay_out(&scratch, memory, tile, run.kv)
@@ -140,7 +142,10 @@ cdef void run_task(Run* run, const AttendTask* task, float* memory) noexcept nog
         finish_task_of(run, task.tile)
         return
     for i in range(tile.first_member, tile.first_member + tile.n_members):
-        finish_task_of(run, plan.shares[plan.members[i].span].own_tile)
+        share = &plan.shares[plan.members[i].span]
+        for own in range(share.own_tile, share.own_tile + share.n_own_tiles):
+            if have_heads_in_common(tile, &plan.tiles[own]):
+                finish_task_of(run, own)
 
 
 cdef inline void finish_task_of(Run* run, Py_ssize_t tile) noexcept nogil:
@@ -156,17 +161,20 @@ cdef void merge_parts(Run* run, const AttendTile* tile) noexcept nogil:
     cdef const AttendTile* shared
     cdef const AttendLink* link
     cdef Py_ssize_t i, h, next_link = tile.link
+    cdef Py_ssize_t first_head, end_head
     for i in range(1, tile.n_parts):
         part = part_of(run, tile, i)
         merge_rows(run, &whole, 0, &part, 0, tile_rows(tile))
     while next_link >= 0:
         link = &run.plan.links[next_link]
         shared = &run.plan.tiles[link.tile]
-        for i in range(shared.n_parts):
+        first_head = max(tile.first_head, shared.first_head)
+        end_head = min(tile.first_head + tile.n_heads, shared.first_head + shared.n_heads)
+        for i in range(shared.n_parts if first_head < end_head else 0):
             part = part_of(run, shared, i)
-            for h in range(shared.n_heads):
-                merge_rows(run, &whole, (shared.first_head + h) * tile.rows_per_head, &part,
-                           h * shared.rows_per_head + link.first_row, tile.rows_per_head)
+            for h in range(first_head, end_head):
+                merge_rows(run, &whole, (h - tile.first_head) * tile.rows_per_head, &part,
+                           (h - shared.first_head) * shared.rows_per_head + link.first_row, tile.rows_per_head)
         next_link = link.next
     write_rows(run, tile, &whole)
 
@@ -257,6 +265,14 @@ cdef void copy_head(float* dst, Py_ssize_t stride, const char** rows, const RowV
         dtype.widen(dst + i * stride, rows[i], (<const float*>(rows[i] + scale_at))[0] if scale_at else 1,
                     view.head_dim)
         rows[i] = <const char*>(dst + i * stride)
+
+
+cdef inline void call_rows(const char** rows, Py_ssize_t n_bytes, Py_ssize_t n) noexcept nogil:
+    """Prefetch so many bytes of n rows."""
+    cdef Py_ssize_t i, j
+    for i in range(n):
+        for j in range((n_bytes + SIMD_LINE_BYTES - 1) // SIMD_LINE_BYTES):
+            simd_prefetch(rows[i] + j * SIMD_LINE_BYTES)
 
 
 cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexcept nogil:
@@ -377,7 +393,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
 
         if tile.by_panels:
             copy_head(scratch.k_copy, q_stride, k_rows, &kv.k, stored, k_scale_at, n)
-            copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, stored, v_scale_at, n)
+            call_rows(v_rows, kv.v.head_bytes, n)
             simd.score_panels(s, s_stride, scratch.q, scratch.k_copy, q_stride, n, n_rows, head_dim)
         else:
             stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, v_rows, v_stride, n, tile.n_heads,
@@ -399,7 +415,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
         moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
         if moved and place > task.begin:
             fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
-        if v_scale_at and not tile.by_panels:
+        if tile.by_panels:
+            copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, stored, v_scale_at, n)
+        elif v_scale_at:
             simd.scale_scores(s, s_stride, v_rows, v_scale_at, n, tile.n_heads, tile.rows_per_head)
         if all_seen:
             v_stored.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, v_stride, &ahead, n,

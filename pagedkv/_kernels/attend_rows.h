@@ -47,7 +47,8 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
             SIMD_UNROLL
             for (int j = 0; j < nr; ++j) {
                 V(vec) query = V(load)(q + j * q_stride + d + u);
-                IN_REGISTER(query);
+                if (nt != 3) /* with all registers taken, the compiler does better by itself */
+                    IN_REGISTER(query);
                 SIMD_UNROLL
                 for (int i = 0; i < nt; ++i)
                     sums[i][j] = V(fma)(row[i], query, sums[i][j]);
@@ -76,41 +77,54 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
     }
 }
 
-/* nt rows of K by the query rows [first, end) of every head, nr at a time: heads go in the order in which they
- * lie in memory. */
-#define DOT_STRIP(NT, NR, first, end)                                                                         \
-    for (ptrdiff_t h = 0; h < n_heads; ++h)                                                                   \
-        for (ptrdiff_t r = first; r < end; r += NR)                                                           \
-            T(dot_block)(s + t * s_stride + h * n_rows + r, s_stride, q + (h * n_rows + r) * q_stride, q_stride, \
-                         k_rows + t, ahead + t, h * head_dim, h * ahead_dim, head_dim, NT, NR);
+/* The rows [t, end) of K by nr query rows of one head. Few query rows leave registers for more rows of K. */
+SIMD_INLINE void T(dot_column)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
+                               const char *const *k_rows, const char *const *ahead, ptrdiff_t k_offset,
+                               ptrdiff_t ahead_offset, ptrdiff_t head_dim, ptrdiff_t t, ptrdiff_t end, const int nr) {
+#define DOT_BLOCK(NT)                                                                                         \
+    T(dot_block)(s + t * s_stride, s_stride, q, q_stride, k_rows + t, ahead + t, k_offset, ahead_offset, head_dim, NT, nr)
+    if (nr <= 2) {
+        for (; t + 4 <= end; t += 4)
+            DOT_BLOCK(4);
+    } else {
+        for (; t + 3 <= end; t += 3)
+            DOT_BLOCK(3);
+    }
+    for (; t + 2 <= end; t += 2)
+        DOT_BLOCK(2);
+    if (t < end)
+        DOT_BLOCK(1);
+#undef DOT_BLOCK
+}
 
 static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
                           const char *const *k_rows, const char *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n,
                           ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim) {
-    const ptrdiff_t fours = n_rows / 4 * 4, rest = n_rows - fours;
-    ptrdiff_t t = 0;
-    /* Few query rows leave registers for more rows of K. */
-    for (; n_rows <= 2 && t + 4 <= n; t += 4) {
-        if (n_rows == 1) {
-            DOT_STRIP(4, 1, 0, 1)
-        } else {
-            DOT_STRIP(4, 2, 0, 2)
+    /* Few query rows: a few rows of K at a time, with all heads in the order in which they lie in memory. Many: a
+     * head at a time, whose rows of K stay in the nearest cache while one query row after another passes. */
+    const ptrdiff_t step = n_rows > 4 ? n : n_rows > 2 ? 3 : 4;
+    for (ptrdiff_t t = 0; t < n; t += step) {
+        const ptrdiff_t end = t + step < n ? t + step : n;
+        for (ptrdiff_t h = 0; h < n_heads; ++h) {
+            for (ptrdiff_t r = 0; r < n_rows;) {
+                const ptrdiff_t nr = n_rows - r < 4 ? n_rows - r : 4, row = h * n_rows + r;
+#define DOT_COLUMN(NR)                                                                                        \
+    case NR:                                                                                                  \
+        T(dot_column)(s + row, s_stride, q + row * q_stride, q_stride, k_rows, ahead, h * head_dim, h * ahead_dim, \
+                      head_dim, t, end, NR);                                                                  \
+        break;
+                switch (nr) {
+                    DOT_COLUMN(1)
+                    DOT_COLUMN(2)
+                    DOT_COLUMN(3)
+                    DOT_COLUMN(4)
+                }
+#undef DOT_COLUMN
+                r += nr;
+            }
         }
     }
-    for (; t + 2 <= n; t += 2) {
-        DOT_STRIP(2, 4, 0, fours)
-        if (rest == 3) {
-            DOT_STRIP(2, 3, fours, n_rows)
-        } else if (rest == 2) {
-            DOT_STRIP(2, 2, fours, n_rows)
-        } else if (rest == 1) {
-            DOT_STRIP(2, 1, fours, n_rows)
-        }
-    }
-    for (; t < n; ++t)
-        DOT_STRIP(1, 1, 0, n_rows)
 }
-#undef DOT_STRIP
 
 /* --- accumulation: lanes along v_head_dim ---------------------------------------------------------- */
 

@@ -66,7 +66,8 @@ cdef struct AttendLink:
 cdef struct AttendShare:
     Py_ssize_t end              # its positions before it are in shared tiles
     Py_ssize_t link             # the first of them, or -1
-    Py_ssize_t own_tile
+    Py_ssize_t own_tile         # the first of its own
+    Py_ssize_t n_own_tiles
 
 # A tile's positions [begin, end): one piece of work for one thread.
 cdef struct AttendTask:
@@ -153,6 +154,10 @@ cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t multiple) noexcept nogi
 
 cdef inline Py_ssize_t tile_rows(const AttendTile* tile) noexcept nogil:
     return tile.n_heads * tile.rows_per_head
+
+
+cdef inline bint have_heads_in_common(const AttendTile* a, const AttendTile* b) noexcept nogil:
+    return a.first_head < b.first_head + b.n_heads and b.first_head < a.first_head + a.n_heads
 
 
 cdef inline Py_ssize_t step_positions(const AttendTile* tile, const KvView* kv) noexcept nogil:

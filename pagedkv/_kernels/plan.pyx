@@ -20,9 +20,10 @@ from libc.string cimport memset
 
 cdef enum:
     # Query rows of one KV head from which lanes along them pay.
-    PANEL_ROWS = 24
-    # Query rows of a tile of panels: its q, acc and scores stay in the second-level cache.
+    PANEL_ROWS = 40
+    # Query rows of a tile of panels, and of all heads of another: its q, acc and scores stay in the second-level cache.
     TILE_ROWS = 256
+    HEADS_ROWS = 128
     # A tile's positions are worth this many tasks, if each gets this much to read, and this many positions.
     TASKS_PER_SPAN = 64
     PART_BYTES = 2 << 20
@@ -142,7 +143,7 @@ cdef void add_span(Planner* planner, Py_ssize_t index) noexcept nogil:
 
 cdef void add_tiles(Planner* planner, const AttendMember* members, Py_ssize_t n_members, bint shared, bint by_panels,
                     Py_ssize_t begin, Py_ssize_t end, Py_ssize_t n_siblings) noexcept nogil:
-    """The members' tile over the positions [begin, end); in panels, one for each KV head."""
+    """The members' tiles over the positions [begin, end): each for as many KV heads as fit, in panels for one."""
     cdef AttendPlan* plan = planner.plan
     cdef const AttendMember* last = &members[n_members - 1]
     cdef Py_ssize_t n_kv_heads = planner.kv.n_kv_heads
@@ -152,6 +153,8 @@ cdef void add_tiles(Planner* planner, const AttendMember* members, Py_ssize_t n_
     tile.first_member = plan.n_members
     tile.n_members = n_members
     tile.rows_per_head = last.first_row + last.n_queries * planner.group
+    while n_kv_heads % n_head_tiles or n_kv_heads // n_head_tiles > max(1, HEADS_ROWS // tile.rows_per_head):
+        n_head_tiles += 1
     tile.n_heads = n_kv_heads // n_head_tiles
     tile.shared = shared
     tile.by_panels = by_panels
@@ -170,7 +173,9 @@ cdef void add_tiles(Planner* planner, const AttendMember* members, Py_ssize_t n_
         if shared:
             link_members(planner, &tile)
         elif plan.shares is not NULL:
-            plan.shares[members.span].own_tile = plan.n_tiles
+            if i == 0:
+                plan.shares[members.span].own_tile = plan.n_tiles
+            plan.shares[members.span].n_own_tiles = i + 1
         plan.tiles[plan.n_tiles] = tile
         plan.n_tiles += 1
 
@@ -197,7 +202,8 @@ cdef void add_tasks(Planner* planner, AttendTile* tile, Py_ssize_t begin, Py_ssi
     if not tile.shared and plan.shares is not NULL:
         link = tile.link = plan.shares[plan.members[tile.first_member].span].link
         while link >= 0:
-            tile.n_waited_for += plan.tiles[plan.links[link].tile].n_parts
+            if have_heads_in_common(tile, &plan.tiles[plan.links[link].tile]):
+                tile.n_waited_for += plan.tiles[plan.links[link].tile].n_parts
             link = plan.links[link].next
     plan.tasks = <AttendTask*>room_for(planner, plan.tasks, plan.n_tasks, tile.n_parts, sizeof(AttendTask))
     if planner.failed:
@@ -239,6 +245,7 @@ cdef void add_shared_tiles(Planner* planner, Py_ssize_t n_spans) noexcept nogil:
         for i in range(n_spans if n else 0):
             planner.plan.shares[i].end = 0
             planner.plan.shares[i].link = planner.plan.shares[i].own_tile = -1
+            planner.plan.shares[i].n_own_tiles = 0
     # Stretches close from the inside out, as the walk passes the last of their sequences.
     for i in range(1, n + 1 if n else 0):
         n_common = candidates[i].n_common if i < n else 0
