@@ -8,8 +8,9 @@ and `Step` makes one forward pass of a batch a transaction.
 from pagedkv.attention import attention, paged_attention
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
+from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
-from pagedkv.stats import StoreStats
+from pagedkv.stats import PrefixStats, StoreStats
 from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
@@ -24,6 +25,8 @@ __all__ = [
     "PagedKvError",
     "PagedKvStore",
     "PagedStoreExhausted",
+    "PrefixCache",
+    "PrefixStats",
     "Step",
     "StoreStats",
     "attention",

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "pagedkv"
 # modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
 FLOORS = [
     ["_kernels"],  # C-level only
-    ["errors", "stats"],  # plain values
+    ["errors", "stats", "_keys", "_radix"],  # plain values, and a tree of them
     ["_arrays"],  # what the caller gave, checked
     ["allocator"],
     ["store", "threads"],
