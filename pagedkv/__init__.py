@@ -6,6 +6,7 @@ and `Step` makes one forward pass of a batch a transaction.
 """
 
 from pagedkv.attention import attention, paged_attention
+from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.prefix import PrefixCache
@@ -32,5 +33,6 @@ __all__ = [
     "attention",
     "get_num_threads",
     "paged_attention",
+    "reorder",
     "set_num_threads",
 ]

@@ -97,7 +97,7 @@ class Prefixes:
         return [e for e in self.entries() if not self.is_held(e.block) and not self.is_protected(e)]
 
     def next_victim(self):
-        """The namespace and tokens of the block that goes next while one at an end can; else None."""
+        """The namespace and tokens of the block that goes next: one at an end that can; else None."""
         for namespace, space in sorted(self.spaces.items(), key=lambda item: -len(item[1])):
             parents = {tokens[: -self.block_size] for tokens in space}
             ends = [
@@ -110,12 +110,22 @@ class Prefixes:
         return None
 
     def evict(self, n):
-        """The blocks that go, in order. Idle blocks with held ones after them are left to the test."""
+        """The n blocks that go, of those that can."""
         gone = []
         while len(gone) < n and (victim := self.next_victim()):
-            namespace, tokens = victim
-            gone.append(self.spaces[namespace].pop(tokens).block)
-            if not self.spaces[namespace]:
-                del self.spaces[namespace]
-        self.evicted += len(gone)
+            gone.append(self.forget(*victim))
+        # What is left lies before blocks that a sequence holds, and these cannot be found without it.
+        for namespace, space in sorted(self.spaces.items(), key=lambda item: -len(item[1])):
+            for tokens, entry in sorted(space.items(), key=lambda item: (item[1].priority, item[1].used)):
+                if len(gone) < n and not self.is_held(entry.block) and not self.is_protected(entry):
+                    gone.append(entry.block)
+                    for other in [known for known in space if known[: len(tokens)] == tokens]:
+                        self.forget(namespace, other)
         return gone
+
+    def forget(self, namespace, tokens):
+        block = self.spaces[namespace].pop(tokens).block
+        if not self.spaces[namespace]:
+            del self.spaces[namespace]
+        self.evicted += 1
+        return block

@@ -24,7 +24,7 @@ FLOORS = [
     ["contiguous", "_table"],
     ["sequence"],
     ["attention"],
-    ["step", "prefix"],
+    ["step", "prefix", "beams"],
     ["viz"],
     ["__init__"],
     ["integrations", "demo"],
@@ -177,10 +177,12 @@ def test_the_public_names():
         "PagedKvError",
         "PagedKvStore",
         "PagedStoreExhausted",
+        "PrefixCache",
         "Step",
         "attention",
         "get_num_threads",
         "paged_attention",
+        "reorder",
         "set_num_threads",
     }
     assert sorted(pagedkv.__all__) == list(pagedkv.__all__)
