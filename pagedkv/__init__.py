@@ -5,6 +5,7 @@ a block table and a length (`PagedKvCache`). `paged_attention` attends straight 
 and `Step` makes one forward pass of a batch a transaction.
 """
 
+from pagedkv.admission import Admission, Room, Waiting, plan_admission, room_for
 from pagedkv.attention import attention, paged_attention
 from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
@@ -19,6 +20,7 @@ from pagedkv.threads import get_num_threads, set_num_threads
 __version__ = "0.1.0"
 
 __all__ = [
+    "Admission",
     "KvBlockPool",
     "KvCache",
     "KvPoolExhausted",
@@ -28,11 +30,15 @@ __all__ = [
     "PagedStoreExhausted",
     "PrefixCache",
     "PrefixStats",
+    "Room",
     "Step",
     "StoreStats",
+    "Waiting",
     "attention",
     "get_num_threads",
     "paged_attention",
+    "plan_admission",
     "reorder",
+    "room_for",
     "set_num_threads",
 ]

@@ -27,5 +27,5 @@ cdef class BlockAllocator:
         if self.kinds is not NULL and self.kinds[id] == EVICTABLE:
             self.n_evictable += (after == 1) - (before == 1)
 
-    cdef bint is_idle(self, int32_t id) noexcept
+    cpdef bint is_idle(self, int32_t id) noexcept
     cdef str fault(self)

@@ -132,12 +132,8 @@ cdef class BlockAllocator:
             i -= 1
         return i
 
-    def idle(self, const int32_t[::1] ids not None):
-        """Those of the ids whose blocks could be given up now."""
-        cdef Py_ssize_t i
-        return [ids[i] for i in range(ids.shape[0]) if self.is_idle(ids[i])]
-
-    cdef bint is_idle(self, int32_t id) noexcept:
+    cpdef bint is_idle(self, int32_t id) noexcept:
+        """Whether a block could be given up now."""
         return self.counts[id] == 1 and self.kinds is not NULL and self.kinds[id] == EVICTABLE
 
     cdef str fault(self):

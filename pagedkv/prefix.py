@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 import os
 import threading
 import time
@@ -115,10 +116,15 @@ class PrefixCache:
     @property
     def evictable_block_count(self) -> int:
         """Blocks that could be given up now: nobody else holds them, and no ``ttl`` protects them. O(1)."""
-        if self._terms:
-            with self._lock:
-                self._end_terms()
+        self._end_terms_now()
         return self._books.n_evictable
+
+    def is_evictable(self, block: SupportsIndex) -> bool:
+        """Whether this block, by its id, is one of those that could be given up now. IndexError if out of range."""
+        if not self._store.refcount(block):
+            return False
+        self._end_terms_now()
+        return self._books.is_idle(operator.index(block))
 
     # --- reading ---
 
@@ -360,6 +366,11 @@ class PrefixCache:
             if not self._store.refcount(block):
                 raise PagedKvError(f"block {block} is in the prefix cache and has no holder")
         self._store.check()
+
+    def _end_terms_now(self) -> None:
+        if self._terms:
+            with self._lock:
+                self._end_terms()
 
     def _end_terms(self) -> None:
         """Let go of what was protected until now."""

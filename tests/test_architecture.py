@@ -25,7 +25,7 @@ FLOORS = [
     ["sequence"],
     ["attention"],
     ["step", "prefix", "beams"],
-    ["viz"],
+    ["admission", "viz"],
     ["__init__"],
     ["integrations", "demo"],
     ["__main__"],
@@ -182,7 +182,9 @@ def test_the_public_names():
         "attention",
         "get_num_threads",
         "paged_attention",
+        "plan_admission",
         "reorder",
+        "room_for",
         "set_num_threads",
     }
     assert sorted(pagedkv.__all__) == list(pagedkv.__all__)
