@@ -107,7 +107,7 @@ class RadixTree:
         """``(node, n)``: the last n blocks of a node that can go when those yielded before are gone."""
         n_gone: Counter[Node] = Counter()  # children that go as a whole
         for node in self.in_order():
-            if n_gone[node] < len(node.children) or node.expires > NEVER:
+            if n_gone[node] < len(node.children):
                 continue
             n = n_idle_at_end(node.blocks)
             if n:

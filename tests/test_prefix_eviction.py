@@ -167,6 +167,14 @@ def test_a_burst_takes_from_its_own_namespace(prefixes):
     assert prefixes.stats().namespaces == 0
 
 
+def test_shares_are_kept_within_one_eviction(prefixes):
+    """The longest unused of all are in `few`, and in `many` they are one long run."""
+    remember(prefixes, list(range(12)), namespace=b"few")
+    remember(prefixes, list(range(16)), namespace=b"many")
+    assert prefixes.evict(3) == 3
+    assert [prefixes.match(range(20), namespace=space) for space in (b"few", b"many")] == [8, 8]
+
+
 def matches_in(prefixes, namespace):
     prompts = (A, B, *([10 + i] * 8 for i in range(5)))
     return [prefixes.match([*prompt, 10**6], namespace=namespace) for prompt in prompts]

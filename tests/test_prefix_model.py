@@ -33,7 +33,7 @@ class Sequence:
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(block_size=st.integers(1, 4), total=st.integers(3, 14))
+    @initialize(block_size=st.integers(1, 4), total=st.integers(3, 20))
     def begin(self, block_size, total):
         self.store = pagedkv.PagedKvStore(block_size, total, 1, 1, n_layers=2, debug=True)
         self.size = block_size
@@ -59,8 +59,10 @@ class Machine(RuleBasedStateMachine):
         known = [list(key) for known in self.twin.spaces.values() for key in known]
         begun = data.draw(st.sampled_from([[], *known, *(s.tokens for s in self.sequences)]))
         prompt = begun[: data.draw(st.integers(0, len(begun)))] + own
-        if not prompt:
-            return
+        if prompt:
+            self.begin_sequence(prompt, space, spell)
+
+    def begin_sequence(self, prompt, space, spell):
         n = self.twin.match(space, tuple(prompt))
         assert self.prefixes.match(spell(prompt), namespace=space) == n
         cache = pagedkv.PagedKvCache()
@@ -105,7 +107,12 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), n=st.integers(1, 9))
     def grow(self, data, n):
         sequence = self.pick(data)
-        cache, end = sequence.cache, sequence.cache.seq_len + n
+        while len(sequence.tokens) < sequence.cache.seq_len + n:
+            sequence.tokens = [*sequence.tokens, data.draw(st.sampled_from(IDS))]
+        self.append(sequence, n)
+
+    def append(self, sequence, n):
+        cache = sequence.cache
         values = np.array([next(self.numbers) for _ in range(4 * n)], np.float32).reshape(2, 2, n, 1)
         k, v = values
         missing = cache.blocks_needed_for(self.store, n) - self.store.free_block_count
@@ -119,8 +126,6 @@ class Machine(RuleBasedStateMachine):
             return
         self.evict_twin(missing)
         cache.append_contiguous(self.store, k, v, n)
-        while len(sequence.tokens) < end:
-            sequence.tokens = [*sequence.tokens, data.draw(st.sampled_from(IDS))]
         sequence.rows += [k[:, i].tobytes() + v[:, i].tobytes() for i in range(n)]
 
     @precondition(lambda self: self.sequences)
@@ -167,6 +172,9 @@ class Machine(RuleBasedStateMachine):
     def insert(self, data, priority, ttl, spell):
         sequence = self.pick(data)
         prompt = sequence.tokens[: data.draw(st.integers(0, len(sequence.tokens)))]
+        self.put_in(sequence, prompt, priority, ttl, spell)
+
+    def put_in(self, sequence, prompt, priority, ttl, spell):
         n = min(len(prompt), sequence.cache.seq_len) // self.size
         table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
         new = self.twin.insert(sequence.space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
@@ -176,6 +184,21 @@ class Machine(RuleBasedStateMachine):
         for block in new:
             at = table.index(block) * self.size
             self.content[block] = sequence.rows[at : at + self.size]
+
+    @rule(
+        prompt=st.lists(st.sampled_from(IDS), min_size=1, max_size=12),
+        space=st.sampled_from(SPACES),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        ttl=st.sampled_from([None, None, None, 2]),
+    )
+    def remember(self, prompt, space, priority, ttl):
+        """A whole request: what most of the entries come from."""
+        self.begin_sequence(prompt, space, list)
+        sequence = self.sequences[-1]
+        self.append(sequence, len(prompt) - sequence.cache.seq_len)
+        self.put_in(sequence, prompt, priority, ttl, list)
+        self.sequences.remove(sequence)
+        sequence.cache.release(self.store)
 
     @rule(n=st.integers(0, 6))
     def evict(self, n):
