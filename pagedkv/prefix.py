@@ -198,9 +198,10 @@ class PrefixCache:
         store, size = self._store, self._store.block_size
         n, blocks = self._share(ids[:-1].tobytes(), name)
         try:
-            if n % size and not self._make_own(blocks):
-                n -= n % size
-            if blocks:
+            if n % size:
+                blocks = self._copy_last(blocks)
+                n = min(n, len(blocks) * size)
+            if len(blocks):
                 cache.adopt_blocks(blocks, len(blocks) * size, size, store=store)
         except BaseException:
             store.release(blocks)
@@ -212,32 +213,31 @@ class PrefixCache:
             self._missed_tokens += len(ids) - n
         return n
 
-    def _share(self, data: bytes, name: bytes | None) -> tuple[int, list[int]]:
+    def _share(self, data: bytes, name: bytes | None) -> tuple[int, Blocks]:
         """The length of the longest known beginning, and its blocks, retained; the last one may match in part."""
         size = self._store.block_size
         with self._lock:
             tree = self._trees.get(name)
             if tree is None:
-                return 0, []
+                return 0, np.empty(0, np.int32)
             node, n = tree.find(data)
             end = -(-n // size) * size
             node = tree.cut(tree.descend(node, end), end)
             tree.use(node)
             blocks = tree.blocks_to(node)
             self._store.retain(blocks)  # under the lock: nobody evicts them before
-            return n, blocks.tolist()
+            return n, blocks
 
-    def _make_own(self, blocks: list[int]) -> bool:
-        """Replace the last block by a copy, or drop it if there is none to copy to. It is held until it is copied."""
-        n = len(blocks)
+    def _copy_last(self, blocks: Blocks) -> Blocks:
+        """The blocks with a copy for the last one, or without it if there is none to copy to. It is held until then."""
         try:
-            blocks += self._store.acquire(1)
+            own = self._store.acquire(1)
         except PagedStoreExhausted:
-            pass
+            own = []
         else:
-            self._store.copy_block(*blocks[-2:])
-        self._store.release([blocks.pop(n - 1)])
-        return len(blocks) == n
+            self._store.copy_block(int(blocks[-1]), own[0])
+        self._store.release(blocks[-1:])
+        return np.concatenate([blocks[:-1], np.array(own, np.int32)])
 
     # --- changing ---
 

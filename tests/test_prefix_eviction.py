@@ -142,6 +142,14 @@ def test_terms_are_those_of_each_block(prefixes, clock):
     assert prefixes.stats().blocks_held == 0
 
 
+def test_a_term_that_ends_soon_after_another(prefixes, clock):
+    remember(prefixes, A, ttl=10)
+    remember(prefixes, A[:4], ttl=10.5)
+    for now, evictable in [(1010.0, 1), (1010.25, 1), (1010.5, 2)]:
+        clock.now = now
+        assert prefixes.evictable_block_count == evictable
+
+
 def test_an_endless_term_ends_with_clear(prefixes, clock):
     remember(prefixes, A, ttl=math.inf)
     clock.now = 1e12
