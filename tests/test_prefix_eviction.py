@@ -93,6 +93,17 @@ def test_what_lies_above_a_held_block_can_be_had(store, prefixes):
     assert store.free_block_count == 15
 
 
+def test_blocks_above_held_ones_are_taken_from_the_largest_namespace(store, prefixes):
+    windows = []
+    for space, n in ((b"small", 8), (b"large", 12), (b"medium", 8)):
+        cache, _ = sequence(store, n)
+        prefixes.insert(range(n), cache, namespace=space)
+        cache.drop_before(store, n - 4)
+        windows.append(cache)
+    assert prefixes.evict(1) == 1
+    assert [prefixes.match(range(20), namespace=space) for space in (b"small", b"large", b"medium")] == [8, 4, 8]
+
+
 def test_a_higher_priority_goes_later(prefixes):
     remember(prefixes, A, priority=2)
     remember(prefixes, B)
@@ -107,6 +118,13 @@ def test_a_priority_is_raised_and_not_lowered(prefixes):
     remember(prefixes, A[:4])
     assert prefixes.evict(3) == 3
     assert matches(prefixes, A, B) == [4, 0]
+
+
+def test_what_continues_a_high_priority_has_its_own(prefixes):
+    remember(prefixes, A[:4], priority=1)
+    remember(prefixes, A)
+    remember(prefixes, B)
+    assert [(prefixes.evict(1), matches(prefixes, A, B))[1] for _ in range(4)] == [[4, 8], [4, 4], [4, 0], [0, 0]]
 
 
 def test_a_term_protects_until_it_ends(store, prefixes, clock):
