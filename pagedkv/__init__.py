@@ -9,6 +9,7 @@ from pagedkv.admission import Admission, Room, Waiting, plan_admission, room_for
 from pagedkv.attention import attention, paged_attention
 from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
+from pagedkv.cpu import CpuInfo, cpu_info
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
+    "CpuInfo",
     "KvBlockPool",
     "KvCache",
     "KvPoolExhausted",
@@ -35,6 +37,7 @@ __all__ = [
     "StoreStats",
     "Waiting",
     "attention",
+    "cpu_info",
     "get_num_threads",
     "paged_attention",
     "plan_admission",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, SupportsIndex, TypeAlias
+from typing import Literal, NamedTuple, SupportsIndex
 
 import numpy.typing as npt
 
@@ -13,8 +13,6 @@ from pagedkv._keys import as_count, as_token_ids
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.store import PagedKvStore
-
-Verdict: TypeAlias = Literal["now", "evict", "wait", "never"]
 
 
 class Room(NamedTuple):
@@ -60,7 +58,7 @@ class Admission(NamedTuple):
     ``n_reused`` positions are known already.
     """
 
-    verdict: Verdict
+    verdict: Literal["now", "evict", "wait", "never"]
     n_blocks: int
     n_reused: int
 
@@ -188,7 +186,7 @@ def plan_admission(
             raise type(error)(f"waiting[{place}]: {error}") from None
         newly_pinned = found - pinned
         n_left = n_free + n_evictable - len(newly_pinned) - n_blocks
-        verdict: Verdict = "wait"
+        verdict: Literal["now", "evict", "wait", "never"] = "wait"
         if n_most > store.total_blocks:
             verdict = "never"
         elif n_left >= n_kept and (overtake or not someone_waits):

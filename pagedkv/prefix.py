@@ -389,12 +389,14 @@ class PrefixCache:
     def _evict(self, n: int) -> int:
         gone: list[Blocks] = []
         left = n
-        for tree, node, n_last in self._plan(n):
-            gone.append(tree.trim(node, n_last))
-            left -= n_last
-        if left and self._books.n_evictable > n - left:
-            left -= self._cut_out(left, gone)
-        self._give_back(gone)
+        try:
+            for tree, node, n_last in self._plan(n):
+                gone.append(tree.trim(node, n_last))
+                left -= n_last
+            if left and self._books.n_evictable > n - left:
+                left -= self._cut_out(left, gone)
+        finally:  # an interrupt must not lose what has left the tree
+            self._give_back(gone)
         return n - left
 
     def _plan(self, n: int) -> list[tuple[RadixTree, Node, int]]:

@@ -19,8 +19,8 @@ FLOORS = [
     ["_kernels"],  # C-level only
     ["errors", "stats", "_keys", "_radix"],  # plain values, and a tree of them
     ["_arrays"],  # what the caller gave, checked
-    ["allocator"],
-    ["store", "threads"],
+    ["allocator", "_rows", "threads"],
+    ["store", "cpu"],
     ["contiguous", "_table"],
     ["sequence"],
     ["attention"],

@@ -227,6 +227,22 @@ def test_the_block_for_the_rest_may_be_evicted_but_not_the_one_to_copy(store, pr
     assert prefixes.match([7, 7, 7, 7, 7]) == 0
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_parts_are_copied_as_they_are_stored(dtype):
+    """Of every dtype: the rows read the same in both blocks, though they are not what was given."""
+    store = PagedKvStore(4, 16, 2, 3, n_layers=2, v_head_dim=2, dtype=dtype, debug=True)
+    prefixes, source, part = pagedkv.PrefixCache(store), PagedKvCache(), PagedKvCache()
+    values = np.random.default_rng(0).standard_normal((2, 8, 6)).astype(np.float32)
+    source.append_contiguous(store, values, values[..., :4].copy(), 8)
+    prefixes.insert(range(8), source)
+    assert prefixes.attach(part, [0, 1, 2, 3, 4, 5, 6, 99]) == 7
+    for layer in range(2):
+        ours, theirs = part.to_contiguous(store, layer=layer), source.to_contiguous(store, layer=layer)
+        assert (ours.k == theirs.k[:7]).all()
+        assert (ours.v == theirs.v[:7]).all()
+        np.testing.assert_allclose(ours.k, values[layer, :7], atol=0.05)
+
+
 def test_insert_takes_whole_blocks_of_what_is_there(store, prefixes):
     cache, _ = sequence(store, 6)
     cache.reserve(store, 10)
