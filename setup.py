@@ -33,6 +33,7 @@ MODULES = {
     "pagedkv.sequence": [],
     "pagedkv.attention": [],
     "pagedkv.step": [],
+    "pagedkv.beams": [],
 }
 
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")

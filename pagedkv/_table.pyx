@@ -16,8 +16,6 @@ from pagedkv.store cimport PagedKvStore
 
 import numpy as np
 
-from pagedkv.errors import PagedStoreExhausted
-
 
 @cython.no_gc_clear  # the blocks go back to the store when the table goes: it must still be there
 cdef class BlockTable:
@@ -115,7 +113,7 @@ cdef class BlockTable:
         if n_taken == 0:
             return 0
         if n_taken > store.blocks.total:  # more than a table should be made for
-            raise PagedStoreExhausted(n_taken, store.blocks.n_free(), store.blocks.total, kept)
+            raise store.exhausted(n_taken, kept)
         self.make_room(self.n_blocks + n_taken)
         store.take(&self.table[self.n_blocks], n_taken, kept)
         self.store = store

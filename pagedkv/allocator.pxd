@@ -1,5 +1,10 @@
 from libc.stdint cimport int32_t
 
+cdef enum Kind:
+    NOT_CACHED
+    EVICTABLE
+    PROTECTED
+
 
 cdef class BlockAllocator:
     cdef int32_t* counts            # holders of each block; 0 = free
@@ -8,6 +13,8 @@ cdef class BlockAllocator:
     cdef Py_ssize_t n_fresh         # blocks [total - n_fresh, total) were never held
     cdef readonly Py_ssize_t total
     cdef readonly Py_ssize_t peak_held, acquired, released, exhaustions
+    cdef unsigned char* kinds       # of each block: NOT_CACHED, EVICTABLE, PROTECTED; NULL as long as nothing is cached
+    cdef readonly Py_ssize_t n_evictable    # EVICTABLE blocks with one holder: the prefix cache
 
     cdef inline Py_ssize_t n_free(self) noexcept:
         return self.n_returned + self.n_fresh
@@ -15,4 +22,10 @@ cdef class BlockAllocator:
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept
+    cdef inline void recount(self, int32_t id, int32_t before, int32_t after) noexcept:
+        """A block's holders have changed: does it still belong to the prefix cache alone?"""
+        if self.kinds is not NULL and self.kinds[id] == EVICTABLE:
+            self.n_evictable += (after == 1) - (before == 1)
+
+    cpdef bint is_idle(self, int32_t id) noexcept
     cdef str fault(self)

@@ -8,6 +8,9 @@ Blocks that were held before go first, since their pages exist and may still be 
 that no sequence ever needed is never touched. A list that comes back is stacked so that it is
 handed out again in its own order: neighbouring blocks stay neighbours, and are copied as one.
 
+A prefix cache marks the blocks that it holds, so that how many it could give up is known at any
+time, whoever else takes or drops them. Where nothing is marked, this costs nothing.
+
 Every change is one critical section with no Python object made in it, so it is atomic with the GIL
 and without.
 """
@@ -32,6 +35,7 @@ cdef class BlockAllocator:
     def __dealloc__(self):
         free(self.counts)
         free(self.returned)
+        free(self.kinds)
 
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept:
         """Write n free block ids, each now held once; False, with nothing changed, if there are fewer."""
@@ -66,9 +70,11 @@ cdef class BlockAllocator:
                     bad = i
                     break
                 self.counts[ids[i]] += 1
+                self.recount(ids[i], self.counts[ids[i]] - 1, self.counts[ids[i]])
             if bad >= 0:
                 for i in range(bad):
                     self.counts[ids[i]] -= 1
+                    self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
         return bad
 
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept:
@@ -81,6 +87,7 @@ cdef class BlockAllocator:
                     bad = i
                     break
                 self.counts[ids[i]] -= 1
+                self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
                 if self.counts[ids[i]] == 0:
                     self.returned[self.n_returned] = ids[i]
                     self.n_returned += 1
@@ -88,13 +95,50 @@ cdef class BlockAllocator:
                 self.n_returned = top
                 for j in range(bad + 1, n):
                     self.counts[ids[j]] += 1
+                    self.recount(ids[j], self.counts[ids[j]] - 1, self.counts[ids[j]])
             else:
                 self.released += self.n_returned - top
         return bad
 
+    # --- for the prefix cache: ids are its own, hence valid ---
+
+    def mark(self, const int32_t[::1] ids not None, Kind kind):
+        """Say of blocks that the prefix cache holds whether it may give them up, or that it no longer holds them."""
+        cdef Py_ssize_t i
+        cdef unsigned char* kinds
+        if self.kinds is NULL:
+            kinds = <unsigned char*>calloc(max(self.total, 1), 1)
+            if kinds is NULL:
+                raise MemoryError(f"cannot allocate the marks of {self.total} blocks")
+            with cython.critical_section(self):
+                self.kinds = kinds
+        with cython.critical_section(self):
+            for i in range(ids.shape[0]):
+                if self.counts[ids[i]] == 1:
+                    self.n_evictable += (kind == EVICTABLE) - (self.kinds[ids[i]] == EVICTABLE)
+                self.kinds[ids[i]] = kind
+
+    def n_idle_at_end(self, const int32_t[::1] ids not None):
+        """How many of the last ids, without a gap, are blocks that could be given up now."""
+        cdef Py_ssize_t i = ids.shape[0]
+        while i and self.is_idle(ids[i - 1]):
+            i -= 1
+        return ids.shape[0] - i
+
+    def end_of_idle(self, const int32_t[::1] ids not None):
+        """The place after the last of the ids whose block could be given up now; 0 if none can."""
+        cdef Py_ssize_t i = ids.shape[0]
+        while i and not self.is_idle(ids[i - 1]):
+            i -= 1
+        return i
+
+    cpdef bint is_idle(self, int32_t id) noexcept:
+        """Whether a block could be given up now."""
+        return self.counts[id] == 1 and self.kinds is not NULL and self.kinds[id] == EVICTABLE
+
     cdef str fault(self):
         """What is wrong with the counts and the free blocks, or None. Walks over every block."""
-        cdef Py_ssize_t i, n_zero = 0
+        cdef Py_ssize_t i, n_zero = 0, n_idle = 0
         cdef Py_ssize_t fresh = self.total - self.n_fresh
         seen = set()
         for i in range(self.n_returned):
@@ -108,10 +152,15 @@ cdef class BlockAllocator:
         for i in range(self.total):
             if self.counts[i] < 0:
                 return f"block {i} has {self.counts[i]} holders"
+            n_idle += self.is_idle(<int32_t>i)
             if self.counts[i] == 0:
                 n_zero += 1
+                if self.kinds is not NULL and self.kinds[i] != NOT_CACHED:
+                    return f"block {i} is in the prefix cache and has no holder"
             elif i >= fresh:
                 return f"block {i} was never handed out and has {self.counts[i]} holders"
         if n_zero != self.n_free():
             return f"{n_zero} blocks have no holder, {self.n_free()} are free"
+        if n_idle != self.n_evictable:
+            return f"{n_idle} blocks can be evicted, {self.n_evictable} are counted"
         return None

@@ -20,6 +20,9 @@ class _Exhausted(PagedKvError):
 class PagedStoreExhausted(_Exhausted):
     """A store has fewer free blocks than a request needs. Nothing was changed.
 
+    A store with a `PrefixCache` evicts before it raises this: then even ``free + evictable`` are fewer
+    than ``needed``, and nothing was evicted.
+
     Attributes
     ----------
     needed : int
@@ -30,15 +33,18 @@ class PagedStoreExhausted(_Exhausted):
         Blocks of the store.
     held : int
         Blocks that the asking sequences hold already, and would keep.
+    evictable : int
+        Blocks that the store's prefix cache could have given up.
     can_ever_fit : bool
         Whether the request could be met if everyone else gave their blocks back: False means
         that waiting is of no use.
     """
 
-    def __init__(self, needed: int, free: int, total: int, held: int = 0) -> None:
+    def __init__(self, needed: int, free: int, total: int, held: int = 0, evictable: int = 0) -> None:
         super().__init__(needed, free, total)
-        self.args = (needed, free, total, held)
+        self.args = (needed, free, total, held, evictable)
         self.held = held
+        self.evictable = evictable
 
     @property
     def can_ever_fit(self) -> bool:
@@ -46,7 +52,8 @@ class PagedStoreExhausted(_Exhausted):
 
     def __str__(self) -> str:
         when = "not now" if self.can_ever_fit else "never, whatever is released"
-        return f"{self.needed} blocks needed, {self.free} of {self.total} free ({when})"
+        evictable = f" and {self.evictable} evictable" if self.evictable else ""
+        return f"{self.needed} blocks needed, {self.free} of {self.total} free{evictable} ({when})"
 
 
 class KvPoolExhausted(_Exhausted):

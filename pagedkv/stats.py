@@ -17,3 +17,19 @@ class StoreStats(NamedTuple):
     copies_on_write: int
     exhaustions: int
     nbytes: int
+
+
+class PrefixStats(NamedTuple):
+    """What ``PrefixCache.stats()`` returns. Counters run since construction.
+
+    ``hit_tokens`` were reused by `attach`, ``missed_tokens`` were left to compute. ``blocks_evicted`` counts what
+    eviction took, not what `clear` did.
+    """
+
+    blocks_held: int
+    evictable_blocks: int
+    namespaces: int
+    hit_tokens: int
+    missed_tokens: int
+    blocks_inserted: int
+    blocks_evicted: int

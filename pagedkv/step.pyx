@@ -412,7 +412,7 @@ cdef class Step:
                 for j in range(cache.length // size,
                                min(cache.n_blocks, blocks_for(cache.length + self.query_lens[i], size))):
                     alone += holders[cache.table[j]] > 1
-        return PagedStoreExhausted(needed, self.store.free_block_count, self.store.total_blocks, alone - needed)
+        return self.store.exhausted(needed, alone - needed)
 
     cdef int begin_call(self) except -1:
         """One call at a time, and only while the step is open."""

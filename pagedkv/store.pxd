@@ -20,9 +20,13 @@ cdef class PagedKvStore:
     cdef Py_ssize_t step_bytes          # K and V of one position, all layers
     cdef bint debug
     cdef Py_ssize_t copies_on_write
+    cdef object reclaimer               # a weak reference to the prefix cache, or None
 
     # n blocks into ids, or PagedStoreExhausted with nothing changed. `held`: what the asking sequences hold already.
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1
+    # Called before anything is changed, with nothing locked: it may evict. The error tells what was asked in vain.
+    cdef int reclaim(self, Py_ssize_t n) except -1
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held)
     # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
     # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
     cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept

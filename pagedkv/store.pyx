@@ -8,6 +8,7 @@ from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_step, descri
 from pagedkv._rows cimport BlockRows, GivenRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator
 
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -271,7 +272,7 @@ cdef class PagedKvStore:
         """
         cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.total:  # not worth an array of that size
-            raise PagedStoreExhausted(count, self.blocks.n_free(), self.blocks.total)
+            raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
         cdef Py_ssize_t i
@@ -353,11 +354,34 @@ cdef class PagedKvStore:
         self.copy_shared_rows(<int32_t>target, <int32_t>source, self.block_size)
 
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
+        if n > self.blocks.n_free() and self.reclaimer is not None:
+            self.reclaim(n)
         if not self.blocks.take(ids, n):
-            raise PagedStoreExhausted(n, self.blocks.n_free(), self.blocks.total, held)
+            raise self.exhausted(n, held)
         if self.debug:
             self.poison(ids, n)
         return 0
+
+    cdef int reclaim(self, Py_ssize_t n) except -1:
+        """Ask the prefix cache for what is missing to n free blocks; again, where another thread was faster."""
+        prefix = self.reclaimer()
+        while prefix is not None and n > self.blocks.n_free() and prefix.reclaim(n - self.blocks.n_free()):
+            pass
+        return 0
+
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable)
+
+    def _reclaim_from(self, prefix):
+        """For `PrefixCache`: ask ``prefix.reclaim(n)`` before a request is refused. Returns the books of the blocks."""
+        reference = weakref.ref(prefix)
+        with cython.critical_section(self):
+            taken = self.reclaimer is not None and self.reclaimer() is not None
+            if not taken:
+                self.reclaimer = reference
+        if taken:
+            raise ValueError("store: expected one without a prefix cache, got one that has it")
+        return self.blocks
 
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
         cdef Py_ssize_t bad = self.drop(ids, n)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hostile import World
 from hypothesis import HealthCheck, settings
+from prefix_support import Clock
 
 import pagedkv
 
@@ -49,3 +50,17 @@ def row(store):
 def world():
     """A store of three layers, a sequence of six positions in it, and contiguous caches."""
     return World()
+
+
+@pytest.fixture
+def clock():
+    """Seconds that pass when told to."""
+    return Clock()
+
+
+@pytest.fixture
+def prefixes(store, clock):
+    """A prefix cache of the store; its books balance in the end."""
+    prefixes = pagedkv.PrefixCache(store, clock=clock)
+    yield prefixes
+    prefixes.check()

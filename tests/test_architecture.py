@@ -17,15 +17,15 @@ PACKAGE = ROOT / "pagedkv"
 # modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
 FLOORS = [
     ["_kernels"],  # C-level only
-    ["errors", "stats"],  # plain values
+    ["errors", "stats", "_keys", "_radix"],  # plain values, and a tree of them
     ["_arrays"],  # what the caller gave, checked
     ["allocator", "_rows", "threads"],
     ["store", "cpu"],
     ["contiguous", "_table"],
     ["sequence"],
     ["attention"],
-    ["step", "prefix"],
-    ["viz"],
+    ["step", "prefix", "beams"],
+    ["admission", "viz"],
     ["__init__"],
     ["integrations", "demo"],
     ["__main__"],
@@ -177,10 +177,14 @@ def test_the_public_names():
         "PagedKvError",
         "PagedKvStore",
         "PagedStoreExhausted",
+        "PrefixCache",
         "Step",
         "attention",
         "get_num_threads",
         "paged_attention",
+        "plan_admission",
+        "reorder",
+        "room_for",
         "set_num_threads",
     }
     assert sorted(pagedkv.__all__) == list(pagedkv.__all__)

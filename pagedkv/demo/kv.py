@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted, Step
+from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted, Step, Waiting, plan_admission, room_for
 from pagedkv.demo.config import Config
 from pagedkv.demo.model import F32, Attend
 
@@ -28,6 +28,10 @@ class LayerGroup:
     def first_needed(self, seq_len: int) -> int:
         """The first position that the queries from position `seq_len` on can see."""
         return 0 if self.window is None else max(0, seq_len + 1 - self.window)
+
+    def at_once(self, n_new: int) -> int:
+        """Of `n_new` positions, those whose blocks are held at the same time, but for the step that computes them."""
+        return n_new if self.window is None else min(n_new, self.window)
 
     @property
     def bytes_held(self) -> int:
@@ -68,6 +72,10 @@ class ModelKv:
     def blocks_for(self, n_positions: int) -> int:
         """Blocks that `n_positions` take in a store, at most: a window makes it fewer."""
         return -(-n_positions // self.block_size)
+
+    def could_hold(self, n_positions: int) -> bool:
+        """Whether a sequence could ever be that long, if it were alone."""
+        return all(room_for(group.store).ever >= n_positions for group in self.groups)
 
     @contextmanager
     def forward_pass(self, sequences: Sequence[SequenceKv], query_lens: Sequence[int]) -> Iterator[Attend]:
@@ -134,6 +142,16 @@ class SequenceKv:
             n_blocks += (n_positions - cache.first_position) // self._kv.block_size
         return n_blocks
 
+    def can_reserve(self, n_new: int) -> bool:
+        """Whether `reserve` would find the blocks."""
+        places = zip(self._kv.groups, self.caches, strict=True)
+        return all(
+            plan_admission(group.store, [Waiting(n_positions=cache.seq_len + group.at_once(n_new), cache=cache)])[
+                0
+            ].can_start
+            for group, cache in places
+        )
+
     def reserve(self, n_new: int) -> None:
         """Takes the blocks of `n_new` positions, in a windowed store those of a window. All or nothing.
 
@@ -144,7 +162,7 @@ class SequenceKv:
         """
         try:
             for group, cache in zip(self._kv.groups, self.caches, strict=True):
-                cache.reserve(group.store, n_new if group.window is None else min(n_new, group.window))
+                cache.reserve(group.store, group.at_once(n_new))
         except PagedStoreExhausted:
             self.release()
             raise

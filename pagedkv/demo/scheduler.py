@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedkv import PagedStoreExhausted
 from pagedkv.demo.errors import RequestRefused
 from pagedkv.demo.kv import ModelKv, SequenceKv
 
@@ -86,10 +85,10 @@ class Scheduler:
         if not prompt:
             raise RequestRefused("the prompt has no tokens")
         # The last token that is generated is never computed itself.
-        needed = self._kv.blocks_for(len(prompt) + max_tokens - 1)
-        if needed > self._kv.n_blocks:
+        n_positions = len(prompt) + max_tokens - 1
+        if not self._kv.could_hold(n_positions):
             raise RequestRefused(
-                f"{len(prompt)} prompt tokens and {max_tokens} new ones need {needed} blocks"
+                f"{len(prompt)} prompt tokens and {max_tokens} new ones need {self._kv.blocks_for(n_positions)} blocks"
                 f" of {self._kv.block_size}, the store has {self._kv.n_blocks}"
             )
         request = Request(prompt, max_tokens, SequenceKv(self._kv))
@@ -159,10 +158,10 @@ class Scheduler:
                 if n_shared > lender.kv.seq_len:
                     continue  # the lender is about to compute it: look again after the step
                 n_blocks = request.kv.borrow(lender.kv, n_shared)
-            try:
-                request.kv.reserve(request.n_pending)
-            except PagedStoreExhausted:
+            if not request.kv.can_reserve(request.n_pending):
+                request.kv.release()
                 break  # it keeps its turn: a smaller one behind it must not overtake for ever
+            request.kv.reserve(request.n_pending)
             self._queue.remove(request)
             self._running.append(request)
             self.counts.blocks_shared += n_blocks

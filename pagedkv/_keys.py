@@ -1,0 +1,80 @@
+"""What the caller gave as a key, and with it: token ids, namespaces, numbers, checked. Errors name the argument."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+
+def as_token_ids(tokens: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Token ids as C-contiguous int64 ``[n]``, little-endian, so that their bytes are a key on any machine."""
+    if isinstance(tokens, (list, tuple, range)):
+        return _from_items(tuple(tokens))
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise TypeError(f"tokens: expected a list, tuple or array of integers, got {type(tokens).__name__}")
+    array = np.asarray(tokens)
+    if array.ndim == 0:
+        raise TypeError(f"tokens: expected a list, tuple or array of integers, got {type(tokens).__name__}")
+    if array.ndim != 1:
+        raise ValueError(f"tokens: expected one dimension, got {array.dtype} {list(array.shape)}")
+    if array.dtype.kind == "O":
+        return _from_items(tuple(array.tolist()))
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"tokens: expected integers, got {array.dtype} {list(array.shape)}")
+    if array.size and (array.min() < 0 or array.max() > 2**63 - 1):
+        raise ValueError(f"tokens: expected ids from 0 to 2**63 - 1, got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype="<i8")
+
+
+def _from_items(items: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+    if not set(map(type, items)) <= {int}:
+        for item in items:
+            if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+                raise ValueError(f"tokens: expected integers, got one of type {type(item).__name__}")
+        try:
+            items = tuple(map(operator.index, items))
+        except TypeError as error:
+            raise ValueError(f"tokens: expected integers, got an array among them: {error}") from None
+    try:
+        ids = np.array(items, dtype="<i8")
+    except OverflowError:
+        raise ValueError("tokens: expected ids from 0 to 2**63 - 1, got one outside of 64 bits") from None
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"tokens: expected ids from 0 to 2**63 - 1, got {ids.min()}")
+    return ids
+
+
+def as_namespace(namespace: bytes | None) -> bytes | None:
+    if namespace is None:
+        return None
+    if not isinstance(namespace, bytes):
+        raise TypeError(f"namespace: expected bytes or None, got {type(namespace).__name__}")
+    return bytes(namespace)  # a subclass may compare as it likes
+
+
+def as_count(value: SupportsIndex, name: str) -> int:
+    number = as_integer(value, name)
+    if number < 0:
+        raise ValueError(f"{name}: expected at least 0, got {number}")
+    return number
+
+
+def as_integer(value: SupportsIndex, name: str) -> int:
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    return operator.index(value)
+
+
+def as_ttl(ttl: float | None) -> float | None:
+    if ttl is None:
+        return None
+    if isinstance(ttl, (bool, np.bool_)) or not isinstance(ttl, (int, float, np.integer, np.floating)):
+        raise TypeError(f"ttl: expected seconds or None, got {type(ttl).__name__}")
+    seconds = float(ttl)
+    if math.isnan(seconds) or seconds <= 0:
+        raise ValueError(f"ttl: expected more than 0 seconds, got {seconds}")
+    return seconds

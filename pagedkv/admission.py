@@ -1,0 +1,238 @@
+"""What a scheduler asks before it starts a request: how much room there is, and who may start."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, SupportsIndex
+
+import numpy.typing as npt
+
+from pagedkv._keys import as_count, as_token_ids
+from pagedkv.prefix import PrefixCache
+from pagedkv.sequence import PagedKvCache
+from pagedkv.store import PagedKvStore
+
+
+class Room(NamedTuple):
+    """How many more positions a sequence can be given: from free blocks ``now``; ``with_eviction`` of what the prefix
+    cache could give up; ``ever``, when everybody else has given back."""
+
+    now: int
+    with_eviction: int
+    ever: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that waits to start.
+
+    Parameters
+    ----------
+    tokens : list, tuple or integer array ``[n]``, optional
+        What it starts with: a prompt, and what was generated before it was preempted. Looked up in the prefix cache.
+    n_positions : int, optional
+        Positions that must have their blocks when it starts; ``n`` without it.
+    n_most : int, optional
+        Positions that it will have at most. Without it, as many as it starts with.
+    namespace : bytes, optional
+        For the prefix cache.
+    cache : PagedKvCache, optional
+        A sequence that holds blocks already, such as a fork, and is not looked up. The positions above count from
+        its beginning; a shared block that has to be copied first counts as one that is needed.
+    """
+
+    tokens: npt.ArrayLike = ()
+    n_positions: SupportsIndex | None = None
+    n_most: SupportsIndex | None = None
+    namespace: bytes | None = None
+    cache: PagedKvCache | None = None
+
+
+class Admission(NamedTuple):
+    """What `plan_admission` says of one request.
+
+    ``verdict`` is "now" (its blocks are free), "evict" (they are when the prefix cache gives some up, as the store has
+    it do), "wait" (for others to give back) or "never" (the store is too small). ``n_blocks`` are to be taken for it,
+    ``n_reused`` positions are known already.
+    """
+
+    verdict: Literal["now", "evict", "wait", "never"]
+    n_blocks: int
+    n_reused: int
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the verdict is "now" or "evict"."""
+        return self.verdict in ("now", "evict")
+
+
+def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: PrefixCache | None = None) -> Room:
+    """How many more positions fit into a sequence, or into a new one: now, with eviction, and ever.
+
+    Counted are the rest of its tail, reserved blocks, and the copies of shared blocks that appending makes.
+
+    Parameters
+    ----------
+    store : PagedKvStore
+    cache : PagedKvCache, optional
+    prefix : PrefixCache, optional
+        That of the store.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments of another type; another store's cache or prefix cache.
+    RuntimeError
+        The cache is in use by a running call.
+
+    Notes
+    -----
+    Threads: a snapshot. Another thread may take the blocks before the caller does.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store, cache = pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2), pagedkv.PagedKvCache()
+    >>> cache.append_contiguous(store, *np.ones((2, 6, 2), np.float32), 6)
+    >>> pagedkv.room_for(store, cache)
+    Room(now=26, with_eviction=26, ever=26)
+    >>> fork = cache.clone()                          # its tail is shared: the next position takes a copy
+    >>> pagedkv.room_for(store, fork), pagedkv.room_for(store)
+    (Room(now=22, with_eviction=22, ever=26), Room(now=24, with_eviction=24, ever=32))
+    """
+    n_evictable = _check(store, prefix)
+    if cache is None:
+        cache = PagedKvCache()
+    elif not isinstance(cache, PagedKvCache):
+        raise TypeError(f"cache: expected a PagedKvCache or None, got {type(cache).__name__}")
+    n_free = store.free_block_count
+    return Room(
+        _fitting(store, cache, n_free),
+        _fitting(store, cache, n_free + n_evictable),
+        store.total_blocks * store.block_size + cache.first_position - cache.seq_len,
+    )
+
+
+def plan_admission(
+    store: PagedKvStore,
+    waiting: Iterable[Waiting],
+    *,
+    prefix: PrefixCache | None = None,
+    keep_free: SupportsIndex = 0,
+    overtake: bool = False,
+) -> list[Admission]:
+    """Which of the waiting requests can start together, in their order.
+
+    Takes nothing and changes nothing. What a request finds in the prefix cache it need not take, and
+    nobody can evict it any more for the requests after it.
+
+    Parameters
+    ----------
+    store : PagedKvStore
+    waiting : iterable of Waiting
+        The one whose turn it is first.
+    prefix : PrefixCache, optional
+        That of the store.
+    keep_free : int, optional
+        Blocks, free or evictable, that are left for the running requests to grow into.
+    overtake : bool, optional
+        Whether a request may start that fits while one before it has to wait. By default none may, so that a large
+        request's turn comes.
+
+    Returns
+    -------
+    list of Admission
+        One for each request.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Arguments of a wrong kind; a `Waiting` is named by its place.
+    RuntimeError
+        A cache of a request is in use by a running call.
+
+    Notes
+    -----
+    Attach all that can start before the first of them takes blocks: then no eviction takes what another one was
+    promised. Should other threads have been faster, the step that runs short raises `PagedStoreExhausted` and
+    changes nothing.
+
+    Threads: a snapshot, as `room_for`.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> store = pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2)
+    >>> queue = [pagedkv.Waiting(range(n)) for n in (20, 40, 16, 4)]
+    >>> [admission.verdict for admission in pagedkv.plan_admission(store, queue)]
+    ['now', 'never', 'wait', 'wait']
+    >>> [admission.verdict for admission in pagedkv.plan_admission(store, queue, overtake=True)]
+    ['now', 'never', 'wait', 'now']
+    """
+    n_evictable = _check(store, prefix)
+    n_free = store.free_block_count
+    n_kept = as_count(keep_free, "keep_free")
+    pinned: set[int] = set()  # found by requests that start: no longer evictable
+    plan: list[Admission] = []
+    someone_waits = False
+    for place, request in enumerate(waiting):
+        if not isinstance(request, Waiting):
+            raise TypeError(f"waiting[{place}]: expected a Waiting, got {type(request).__name__}")
+        try:
+            n_blocks, n_most, n_reused, found = _demand(store, prefix, request)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"waiting[{place}]: {error}") from None
+        newly_pinned = found - pinned
+        n_left = n_free + n_evictable - len(newly_pinned) - n_blocks
+        verdict: Literal["now", "evict", "wait", "never"] = "wait"
+        if n_most > store.total_blocks:
+            verdict = "never"
+        elif n_left >= n_kept and (overtake or not someone_waits):
+            verdict = "now" if n_blocks <= n_free else "evict"
+            pinned |= newly_pinned
+            n_free = max(0, n_free - n_blocks)
+            n_evictable = n_left - n_free
+        someone_waits |= verdict == "wait"
+        plan.append(Admission(verdict, n_blocks, n_reused))
+    return plan
+
+
+def _check(store: PagedKvStore, prefix: PrefixCache | None) -> int:
+    """Blocks that could be evicted."""
+    if not isinstance(store, PagedKvStore):
+        raise TypeError(f"store: expected a PagedKvStore, got {type(store).__name__}")
+    if prefix is None:
+        return 0
+    if not isinstance(prefix, PrefixCache):
+        raise TypeError(f"prefix: expected a PrefixCache or None, got {type(prefix).__name__}")
+    if prefix.store is not store:
+        raise ValueError("prefix: expected the store's own prefix cache, got another's")
+    return prefix.evictable_block_count
+
+
+def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int) -> int:
+    """The most positions whose blocks are no more than `n_blocks`."""
+    most = cache.capacity - cache.seq_len + n_blocks * store.block_size
+    return bisect_right(range(most + 1), n_blocks, key=lambda n: cache.blocks_needed_for(store, n)) - 1
+
+
+def _demand(store: PagedKvStore, prefix: PrefixCache | None, request: Waiting) -> tuple[int, int, int, set[int]]:
+    """Blocks to take at the start; blocks held at most; positions that are known; evictable blocks among theirs."""
+    size, ids = store.block_size, as_token_ids(request.tokens)
+    n_positions = len(ids) if request.n_positions is None else as_count(request.n_positions, "n_positions")
+    n_most = n_positions if request.n_most is None else as_count(request.n_most, "n_most")
+    n_most = max(n_most, n_positions, len(ids))
+    cache = request.cache
+    if cache is not None and not isinstance(cache, PagedKvCache):
+        raise TypeError(f"cache: expected a PagedKvCache or None, got {type(cache).__name__}")
+    if cache is not None and cache.capacity:
+        n_blocks = cache.blocks_needed_for(store, max(0, n_positions - cache.seq_len))
+        return n_blocks, -(-(n_most - cache.first_position) // size), cache.seq_len, set()
+    if prefix is None:
+        return -(-n_positions // size), -(-n_most // size), 0, set()
+    n_reused = prefix.match(ids, namespace=request.namespace)
+    shared = prefix.match_blocks(ids, namespace=request.namespace)
+    found = {block for block in shared.tolist() if prefix.is_evictable(block)}
+    return max(0, -(-n_positions // size) - len(shared)), -(-n_most // size), n_reused, found

@@ -1,0 +1,279 @@
+"""A state machine over sequences and their prefix cache, against the twin, with the bytes of every position compared.
+
+Each written row is new, so a block that was given out again, or one that another beginning owns, is seen.
+"""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from helpers import store_rows
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prefix_reference import Prefixes
+from prefix_support import Clock
+
+import pagedkv
+
+IDS = [0, 1, 2**32]  # equal in their low bits but for the second
+SPACES = [None, b"", b"a"]
+SPELLINGS = [list, tuple, np.array]
+END = 5  # an id that no sequence has: what comes after it is never known
+
+tokens = st.lists(st.sampled_from(IDS), max_size=9)
+
+
+class Sequence:
+    def __init__(self, cache, tokens, space):
+        self.cache = cache
+        self.tokens = tokens
+        self.space = space
+        self.rows = []  # bytes of each position, all layers
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(block_size=st.integers(1, 4), total=st.integers(3, 20))
+    def begin(self, block_size, total):
+        self.store = pagedkv.PagedKvStore(block_size, total, 1, 1, n_layers=2, debug=True)
+        self.size = block_size
+        self.clock = Clock()
+        self.prefixes = pagedkv.PrefixCache(self.store, clock=self.clock)
+        self.twin = Prefixes(block_size, self.is_held, self.clock)
+        self.sequences = []
+        self.content = {}  # block that is cached -> the bytes of its rows
+        self.numbers = itertools.count(1)
+        self.refused = 0
+
+    def is_held(self, block):
+        return any(block in sequence.cache.block_table for sequence in self.sequences)
+
+    def pick(self, data):
+        return data.draw(st.sampled_from(self.sequences))
+
+    # --- sequences ---
+
+    @rule(data=st.data(), own=tokens, space=st.sampled_from(SPACES), spell=st.sampled_from(SPELLINGS))
+    def start(self, data, own, space, spell):
+        """On the beginning of another one, on something known, or on nothing."""
+        known = [list(key) for known in self.twin.spaces.values() for key in known]
+        begun = data.draw(st.sampled_from([[], *known, *(s.tokens for s in self.sequences)]))
+        prompt = begun[: data.draw(st.integers(0, len(begun)))] + own
+        if prompt:
+            self.begin_sequence(prompt, space, spell)
+
+    def begin_sequence(self, prompt, space, spell):
+        n = self.twin.match(space, tuple(prompt))
+        assert self.prefixes.match(spell(prompt), namespace=space) == n
+        cache = pagedkv.PagedKvCache()
+        free = self.store.free_block_count
+        reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
+        whole = self.twin.whole_blocks(space, n, tuple(prompt))
+        sources = self.twin.sources(space, n, tuple(prompt))
+        used = [self.used_last(space, sources)] if sources else [tuple(prompt[:n])] * bool(n)
+        held = {*whole, *(self.twin.spaces[space][source].block for source in used)}
+        for known_tokens in used:
+            self.twin.use(space, known_tokens)
+        if sources and not free:
+            spare = [entry for entry in self.twin.idle() if entry.block not in held]
+            if spare:
+                self.evict_twin(1, held)
+            else:
+                n -= n % self.size
+                self.refused += 1
+        assert reused == cache.seq_len == n
+        assert cache.block_table[: len(whole)].tolist() == whole[: len(cache.block_table)]
+        self.twin.hit_tokens += n
+        self.twin.missed_tokens += len(prompt) - n
+        sequence = Sequence(cache, prompt, space)
+        sequence.rows = [row for block in whole for row in self.content[block]]
+        if n % self.size:
+            [source] = used
+            sequence.rows += self.content[self.twin.spaces[space][source].block][: n % self.size]
+        self.sequences.append(sequence)
+
+    def used_last(self, space, sources):
+        """Which of several equal sources was copied is the cache's choice; it is the one it has just used."""
+        tree = self.prefixes._trees[space]
+        order = [tree.find(np.array(source, "<i8").tobytes())[0] for source in sources]
+        for source, node in zip(sources, order, strict=True):
+            nodes = list(tree.orders[node.priority])
+            path = set(tree.path(node))
+            if all(later in path for later in nodes[nodes.index(node) :]) and node.end == len(source):
+                return source
+        raise AssertionError("no source was used")
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), n=st.integers(1, 9))
+    def grow(self, data, n):
+        sequence = self.pick(data)
+        while len(sequence.tokens) < sequence.cache.seq_len + n:
+            sequence.tokens = [*sequence.tokens, data.draw(st.sampled_from(IDS))]
+        self.append(sequence, n)
+
+    def append(self, sequence, n):
+        cache = sequence.cache
+        values = np.array([next(self.numbers) for _ in range(4 * n)], np.float32).reshape(2, 2, n, 1)
+        k, v = values
+        missing = cache.blocks_needed_for(self.store, n) - self.store.free_block_count
+        if missing > len(self.twin.idle()):
+            evictable = None
+            try:  # pytest.raises would keep the frame, and with it the cache, until some collection
+                cache.append_contiguous(self.store, k, v, n)
+            except pagedkv.PagedStoreExhausted as full:
+                evictable = full.evictable
+            assert evictable == len(self.twin.idle())
+            return
+        self.evict_twin(missing)
+        cache.append_contiguous(self.store, k, v, n)
+        sequence.rows += [k[:, i].tobytes() + v[:, i].tobytes() for i in range(n)]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        sequence = self.pick(data)
+        other = Sequence(sequence.cache.clone(), list(sequence.tokens), sequence.space)
+        other.rows = list(sequence.rows)
+        self.sequences.append(other)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.pick(data)
+        n = data.draw(st.integers(sequence.cache.first_position, sequence.cache.seq_len))
+        sequence.cache.truncate(self.store, n)
+        sequence.tokens = sequence.tokens[: max(n, 1)]
+        del sequence.rows[n:]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def drop_before(self, data):
+        sequence = self.pick(data)
+        sequence.cache.drop_before(self.store, data.draw(st.integers(0, sequence.cache.seq_len)))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), by_collection=st.booleans())
+    def release(self, data, by_collection):
+        sequence = self.pick(data)
+        self.sequences.remove(sequence)
+        if not by_collection:
+            sequence.cache.release(self.store)
+        del sequence.cache  # the sequence itself is in what Hypothesis drew
+
+    # --- the prefix cache ---
+
+    @precondition(lambda self: self.sequences)
+    @rule(
+        data=st.data(),
+        priority=st.sampled_from([0, 0, 0, 2, -1]),
+        ttl=st.sampled_from([None, None, None, 1, 5]),
+        spell=st.sampled_from(SPELLINGS),
+    )
+    def insert(self, data, priority, ttl, spell):
+        sequence = self.pick(data)
+        prompt = sequence.tokens[: data.draw(st.integers(0, len(sequence.tokens)))]
+        self.put_in(sequence, prompt, priority, ttl, spell)
+
+    def put_in(self, sequence, prompt, priority, ttl, spell):
+        n = min(len(prompt), sequence.cache.seq_len) // self.size
+        table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
+        new = self.twin.insert(sequence.space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
+        added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=sequence.space,
+                                     priority=priority, ttl=ttl)
+        assert added == len(new)
+        for block in new:
+            at = table.index(block) * self.size
+            self.content[block] = sequence.rows[at : at + self.size]
+
+    @rule(
+        prompt=st.lists(st.sampled_from(IDS), min_size=1, max_size=12),
+        space=st.sampled_from(SPACES),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        ttl=st.sampled_from([None, None, None, 2]),
+    )
+    def remember(self, prompt, space, priority, ttl):
+        """A whole request: what most of the entries come from."""
+        self.begin_sequence(prompt, space, list)
+        sequence = self.sequences[-1]
+        self.append(sequence, len(prompt) - sequence.cache.seq_len)
+        self.put_in(sequence, prompt, priority, ttl, list)
+        self.sequences.remove(sequence)
+        sequence.cache.release(self.store)
+
+    @rule(n=st.integers(0, 6))
+    def evict(self, n):
+        n = min(n, len(self.twin.idle()))
+        assert self.prefixes.evict(n) == n
+        self.evict_twin(n)
+
+    @rule()
+    def evict_too_many(self):
+        assert self.prefixes.reclaim(len(self.twin.idle()) + 1) == 0
+
+    def evict_twin(self, n, held=()):
+        """What the store has taken, or will take; `held` besides what sequences hold."""
+        if n > 0:
+            self.twin.is_held = lambda block: block in held or self.is_held(block)
+            self.twin.evict(n)
+            self.twin.is_held = self.is_held
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds):
+        self.clock.now += seconds
+
+    @precondition(lambda self: len(self.twin.blocks()) > 6)
+    @rule()
+    def clear(self):
+        assert self.prefixes.clear() == len(self.twin.blocks())
+        self.twin.spaces.clear()
+
+    # --- what is always true ---
+
+    @invariant()
+    def same_entries(self):
+        blocks = self.twin.blocks()
+        stats = self.prefixes.stats()
+        assert stats == (
+            len(blocks),
+            len(self.twin.idle()),
+            len(self.twin.spaces),
+            self.twin.hit_tokens,
+            self.twin.missed_tokens,
+            self.twin.inserted,
+            self.twin.evicted,
+        )
+        for space, known in self.twin.spaces.items():
+            for key, entry in known.items():
+                got = self.prefixes.match_blocks([*key, END], namespace=space)
+                assert len(got) == len(key) // self.size
+                assert got[-1] == entry.block
+        self.prefixes.check()
+
+    @invariant()
+    def same_bytes(self):
+        for sequence in self.sequences:
+            sides = [store_rows(self.store, sequence.cache, layer) for layer in range(2)]
+            got = [
+                b"".join(sides[layer][side][i].tobytes() for side in range(2) for layer in range(2))
+                for i in range(len(sides[0][0]))
+            ]
+            assert got == sequence.rows[sequence.cache.first_position :]
+        for block in self.twin.blocks():
+            got = [
+                b"".join(view(block, layer)[i].tobytes() for view in (self.store.k_block, self.store.v_block)
+                         for layer in range(2))
+                for i in range(self.size)
+            ]
+            assert got == self.content[block]
+
+    @invariant()
+    def every_reference_has_an_owner(self):
+        tables = [sequence.cache.block_table.tolist() for sequence in self.sequences]
+        named = Counter([*self.twin.blocks(), *(block for table in tables for block in table if block >= 0)])
+        assert [self.store.refcount(block) for block in range(self.store.total_blocks)] == [
+            named[block] for block in range(self.store.total_blocks)
+        ]
+
+
+TestPrefixCache = Machine.TestCase
+TestPrefixCache.settings = settings(max_examples=max(50, settings.default.max_examples // 2))
