@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from attention_support import SETS, forced
 from hostile import World
 from hypothesis import HealthCheck, settings
 
@@ -49,3 +50,15 @@ def row(store):
 def world():
     """A store of three layers, a sequence of six positions in it, and contiguous caches."""
     return World()
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(2)
+
+
+@pytest.fixture(params=SETS)
+def simd(request):
+    """Each instruction set that the machine has, in turn."""
+    with forced(request.param):
+        yield request.param
