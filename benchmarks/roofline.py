@@ -31,6 +31,7 @@ GROUPS = (1, 4, 8)  # query heads of a K/V head
 CACHED, NEW = 4096, 512
 COLOURS = {"float32": "#1b5e8c", "float16": "#c0561b", "bfloat16": "#3c7d3a", "int8": "#7a4a94"}
 MARKERS = {1: "o", 4: "s", 8: "^"}
+INTENSITIES = 0.06, 8000  # what is drawn
 
 
 class Point(NamedTuple):
@@ -170,21 +171,23 @@ def draw(roofs, points, path):
     figure, axes = pyplot.subplots(1, n_columns, figsize=(4.6 * n_columns, 3.9), sharey=True, squeeze=False,
                                    layout="constrained")
     figure.patch.set_facecolor("white")
-    intensities = np.geomspace(0.25, 4000, 200)
+    intensities = np.geomspace(*INTENSITIES, 200)
     for axis, (n, roof) in zip(axes[0], roofs.items(), strict=True):
         axis.plot(intensities, roof.over(intensities) / 1e9, color="#444444", linewidth=1)
         knee = roof.peak / roof.bandwidth
-        axis.annotate(f"matrix product, {roof.peak / 1e9:.0f} GF/s", (3600, roof.peak / 1e9), (0, 3),
+        axis.annotate(f"matrix product, {roof.peak / 1e9:.0f} GF/s", (0.9 * INTENSITIES[1], roof.peak / 1e9), (0, 3),
                       textcoords="offset points", color="#444444", fontsize=8, ha="right")
-        axis.annotate(f"memory, {roof.bandwidth / 1e9:.1f} GB/s", (knee / 12, roof.peak / 12e9), (-6, 12),
+        axis.annotate(f"memory, {roof.bandwidth / 1e9:.1f} GB/s", (knee / 2, roof.peak / 2e9), (-7, 0),
                       textcoords="offset points", color="#444444", fontsize=8, ha="right")
         for point in points:
             if point.threads == n:
                 axis.plot(point.intensity, point.speed / 1e9, MARKERS[point.group], color=COLOURS[point.dtype],
                           markersize=5.5, markeredgewidth=0.9,
                           markerfacecolor=COLOURS[point.dtype] if point.kind == "decode" else "white")
-        axis.set(xscale="log", yscale="log", xlim=(0.25, 4000), title=f"{n} thread{'s' if n > 1 else ''}",
+        axis.set(xscale="log", yscale="log", xlim=INTENSITIES, title=f"{n} thread{'s' if n > 1 else ''}",
                  xlabel="flop per byte of K and V")
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_formatter("{x:g}")
         axis.grid(True, which="major", color="#dddddd", linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
