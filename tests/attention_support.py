@@ -8,20 +8,20 @@ from dtype_reference import round_trip
 from hypothesis import strategies as st
 
 import pagedkv
-from pagedkv._kernels import attend
+from pagedkv._kernels import simd as kernels
 
-SETS = attend.list_simd()
+SETS = kernels.list_simd()
 
 
 @contextmanager
 def forced(simd):
     """Compute with that instruction set."""
-    before = attend.get_simd()
-    attend.set_simd(simd)
+    before = kernels.get_simd()
+    kernels.set_simd(simd)
     try:
         yield
     finally:
-        attend.set_simd(before)
+        kernels.set_simd(before)
 
 
 def rows(rng, *shape):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagedkv
-from pagedkv._kernels import attend
+from pagedkv._kernels import simd as kernels
 
 # --- shapes ------------------------------------------------------------------------------------------
 
@@ -155,15 +155,15 @@ class TestNumbers:
     def test_exp(self, simd):
         x = -np.geomspace(1e-30, 87.3, 1 << 16, dtype=np.float32)
         got = x.copy()
-        attend.apply_exp(got)
+        kernels.apply_exp(got)
         exact = np.exp(x.astype(np.float64))
         assert np.abs(got / exact - 1).max() < 1.5e-7
         special = np.zeros(32, np.float32)
         special[:5] = 0, -87.4, -1e4, -np.inf, np.nan
-        attend.apply_exp(special)
+        kernels.apply_exp(special)
         np.testing.assert_array_equal(special[:5], [1, 0, 0, 0, np.nan])
         with pytest.raises(ValueError, match="multiple"):
-            attend.apply_exp(np.zeros(3, np.float32))
+            kernels.apply_exp(np.zeros(3, np.float32))
 
     def test_tanh(self, simd):
         """softcap 1 and one position: lse is the capped score."""
@@ -210,7 +210,7 @@ class TestSameBits:
 
     @pytest.mark.parametrize("forced", SETS)
     def test_forced_by_the_environment(self, forced):
-        code = "from pagedkv._kernels import attend; print(attend.get_simd())"
+        code = "from pagedkv._kernels import simd; print(simd.get_simd())"
         done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PAGEDKV_SIMD": forced},
                               capture_output=True, text=True, check=True)
         assert done.stdout.strip() == forced

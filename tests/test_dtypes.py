@@ -36,7 +36,7 @@ def test_the_bfloat16_of_ml_dtypes():
 @pytest.mark.parametrize("given", [
     "float64", "float", "double", "float8", "nonsense", "int16", "uint8", "uint16", ">f2", ">f4", "bf16 ", "", "INT8",
     np.int32, np.float64, np.uint16, np.bool_, np.complex64, None, 16, object(), [], [("a", "f4")], ["float16"],
-    ("f2", (2,)), "f2,f2", b"float16", "\0",
+    ("f2", (2,)), "f2,f2", "\0",
 ])
 def test_everything_else_is_refused(given):
     with pytest.raises(ValueError, match="^dtype: expected"):
@@ -154,7 +154,7 @@ def test_rows_of_ml_dtypes_bfloat16(write):
     assert stored(store, cache, "v")[0].tobytes() == v.tobytes()
     for dtype in ("float32", "float16", "int8"):
         other, empty = make(dtype), pagedkv.PagedKvCache()
-        with refused(TypeError, "expected float32", other, empty):
+        with undone(other, empty), pytest.raises(TypeError, match="expected float32"):
             write(other, empty, k, v)
 
 
