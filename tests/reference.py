@@ -48,9 +48,9 @@ class Block:
         self.written[:n_rows] = source.written[:n_rows]
 
     def write(self, offset, k, v):
-        """``k`` and ``v`` are float32 ``[n_layers, width]``."""
-        for mine, row in ((self.k, k), (self.v, v)):
-            mine[:, offset] = encode(mine.dtype, row.reshape(mine.values[:, offset].shape))
+        """``k`` and ``v`` are Rows ``[n_layers, n_kv_heads, head_dim]``."""
+        self.k[:, offset] = k
+        self.v[:, offset] = v
         self.written[offset] = True
 
     def row(self, offset):
@@ -69,6 +69,11 @@ class Store:
         self.n_kv_heads = n_kv_heads
         self.dtype = dtype
         self.held = set()
+
+    def encode(self, rows, width):
+        """float32 ``[n_layers, n, width]`` as they are stored."""
+        shape = (*rows.shape[:2], self.n_kv_heads, width // self.n_kv_heads)
+        return encode(self.dtype, rows.reshape(shape))
 
     @property
     def free_block_count(self):
@@ -169,6 +174,7 @@ class Cache:
         self.use(store)
         n = k.shape[1]
         self.grow(store, n)
+        k, v = store.encode(k, store.k_width), store.encode(v, store.v_width)
         for i in range(n):
             p = self.seq_len + i
             self.table[p // store.block_size].write(p % store.block_size, k[:, i], v[:, i])

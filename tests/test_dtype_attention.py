@@ -171,7 +171,7 @@ class TestCpuInfo:
         assert info.simd in info.available
         assert list(info.available) == SETS
         assert all(isinstance(name, str) and name for name in (*info.available, *info.features))
-        assert info.threads == pagedkv.get_num_threads()
+        assert info.num_threads == pagedkv.get_num_threads()
         assert info.simd in repr(info)
 
     def test_it_follows_what_is_forced(self):
