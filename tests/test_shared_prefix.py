@@ -3,6 +3,8 @@
 Every batch is compared with the dense reference, with each sequence alone, and to the bit with other thread counts.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from attention_support import assert_close, expected, options, rows, shuffled_store
@@ -380,6 +382,34 @@ def test_steps(rng, dtype, query_lens):
     for layer in (0, 1):
         after = pagedkv.paged_attention(q, family.store, family.caches, layer=layer, query_lens=query_lens)
         assert_close([after], expected(q, dense, query_lens, layer)[:1])
+
+
+def test_a_step_that_attends_in_many_ways(rng):
+    """Windows, masks and numbers of query heads in turn, again and again: more of them than a step remembers plans."""
+    family = siblings(rng, 5, 1, [0, 3, 9], 2, n_layers=1)
+    k, v = family.new_rows(5)
+    dense = [[np.concatenate([x, new[:, i:i + 1]], axis=1) for x, new in zip(mine, (k, v), strict=True)]
+             for i, mine in enumerate(family.dense)]
+    unit = family.unit
+    ways = [(window, causal, group) for window in (None, 1, 7, unit, unit + 5, unit + 9) for causal in (True, False)
+            for group in (1, 4)]
+    with pagedkv.Step(family.store, family.caches) as step:
+        step.write(0, k[0], v[0])
+        for i in [*range(len(ways)), *rng.integers(0, len(ways), 60)]:
+            window, causal, group = ways[i]
+            q = family.queries(5, group)
+            got = step.attend(0, q, window=window, causal=causal, return_lse=True)
+            assert_close(got, expected(q, dense, [1] * 5, window=window, causal=causal))
+
+
+def test_many_python_threads_at_once(rng):
+    """Each call has its own plan and scratch: all get what one gets alone, to the bit."""
+    family = siblings(rng, 12, 3, [3, 0, 9], 5)
+    q = family.queries(12, 4)
+    want = pagedkv.paged_attention(q, family.store, family.caches)
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: pagedkv.paged_attention(q, family.store, family.caches), range(200)):
+            np.testing.assert_array_equal(got, want)
 
 
 # --- by chance ---------------------------------------------------------------------------------------
