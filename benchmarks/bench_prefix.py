@@ -30,12 +30,11 @@ def tree(**options):
     return store, [grow(store, branch.clone(), OWN) for branch in branches for _ in range(N_SEQUENCES // 4)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("shape", "dtype"), [
+    (one_prefix, "float32"), (one_prefix, "bfloat16"), (one_prefix, "int8"), (tree, "float32"),
+])
 @pytest.mark.parametrize("n_kv_heads", [8, 32], ids=["GQA-4", "MHA"])
-@pytest.mark.parametrize("shape", [one_prefix, tree])
-def test_decode(against, n_threads, dtype, n_kv_heads, shape):
-    if shape is tree and dtype != "float32":
-        pytest.skip("measured in float32")
+def test_decode(against, n_threads, shape, dtype, n_kv_heads):
     store, caches = shape(n_kv_heads=n_kv_heads, dtype=dtype)
     lone_store, lone = filled([PREFIX + OWN] * N_SEQUENCES, n_kv_heads=n_kv_heads, dtype=dtype)
     q = queries(N_SEQUENCES)
