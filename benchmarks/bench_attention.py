@@ -1,35 +1,17 @@
 """Attention through the block table: decode against read bandwidth, prefill against matrix products, both against
 NumPy and, where it is installed, torch's scaled_dot_product_attention over contiguous K and V."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
-from bench_copy import in_turn
-from common import HEAD_DIM, N_KV_HEADS, N_Q_HEADS, WIDTH, Read, rows, shuffled_store
+from common import HEAD_DIM, N_KV_HEADS, N_Q_HEADS, WIDTH, Read, filled, in_turn, position_bytes, queries, rows, visible
 
 import pagedkv
 
 GROUP = N_Q_HEADS // N_KV_HEADS
 ROW_BYTES = 2 * WIDTH * 4  # K and V of a position
 CACHED, NEW = 4096, 512    # of a prefill
-
-
-def filled(lengths):
-    """A store whose table is shuffled, and sequences of these lengths in it."""
-    store = shuffled_store(sum(-(-n // 16) for n in lengths))
-    k, v = rows(np.random.default_rng(0), 2, max(lengths), WIDTH)
-    caches = [pagedkv.PagedKvCache() for _ in lengths]
-    for cache, n in zip(caches, lengths, strict=True):
-        cache.append_contiguous(store, k[:n], v[:n], n)
-    return store, caches
-
-
-def queries(n):
-    return rows(np.random.default_rng(1), n, N_Q_HEADS, HEAD_DIM)
-
-
-def visible(n_new, n_total):
-    """Pairs of a query and a position that it sees."""
-    return n_new * (n_total - n_new) + n_new * (n_new + 1) // 2
 
 
 class Product:
@@ -84,6 +66,39 @@ def test_decode(against, n_threads, batch, context):
     q = queries(batch)
     against(lambda: pagedkv.paged_attention(q, store, next_batch()), Read(n_threads), "speed", rounds=12,
             work=batch * context * ROW_BYTES / Read.n_bytes)
+
+
+@pytest.mark.parametrize(("n_q_heads", "n_kv_heads", "head_dim", "v_head_dim"), [
+    (32, 32, 128, 128), (71, 1, 64, 64), (16, 8, 256, 256), (16, 1, 576, 512),
+], ids=["MHA", "MQA-71", "head_dim-256", "MLA-576-512"])
+def test_decode_of_other_shapes(against, n_threads, n_q_heads, n_kv_heads, head_dim, v_head_dim):
+    n_sequences = 24
+    store, caches = filled([4096] * n_sequences, n_kv_heads=n_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    next_batch = in_turn([caches[i:i + 8] for i in range(0, n_sequences, 8)])
+    q = queries(8, n_q_heads, head_dim)
+    against(lambda: pagedkv.paged_attention(q, store, next_batch()), Read(n_threads), "speed", rounds=12,
+            work=8 * 4096 * position_bytes(store) / Read.n_bytes)
+
+
+@pytest.mark.parametrize("threads_each", [1, None], ids=["one-each", "as-it-comes"])
+def test_two_python_threads(against, threads_each):
+    """Each with sequences of its own: how much more they read together than one alone (2.0 at best, and no more than
+    `test_reading_with_two_threads`)."""
+    store, caches = filled([4096] * 32)
+    q = queries(4)
+    next_batch = in_turn([caches[i:i + 4] for i in range(0, 32, 4)])
+    pool = ThreadPoolExecutor(2)
+
+    def attend(batch, n_threads=threads_each):
+        return pagedkv.paged_attention(q, store, batch, n_threads=n_threads)
+
+    against(lambda: list(pool.map(attend, [next_batch(), next_batch()])), lambda: attend(next_batch(), 1), "speed",
+            work=2)
+
+
+def test_reading_with_two_threads(against):
+    """The ceiling of the above."""
+    against(Read(2), Read(1), "speed", rounds=12)
 
 
 def test_decode_of_a_ragged_batch(against, n_threads):

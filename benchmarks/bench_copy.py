@@ -1,7 +1,7 @@
 """Whole sequences in and out of the store: against memcpy on one thread, of the same bytes."""
 
 import numpy as np
-from common import HEAD_DIM, N_KV_HEADS, WIDTH, Memcpy, rows, shuffled_store
+from common import HEAD_DIM, N_KV_HEADS, WIDTH, Memcpy, in_turn, rows, shuffled_store
 
 import pagedkv
 
@@ -17,18 +17,6 @@ def filled_caches(store):
     for cache in caches:
         cache.append_contiguous(store, k, v, N_POSITIONS)
     return caches
-
-
-def in_turn(items):
-    """A function that hands out the items one after the other, again and again."""
-    state = {"next": 0}
-
-    def take():
-        item = items[state["next"] % len(items)]
-        state["next"] += 1
-        return item
-
-    return take
 
 
 def test_to_contiguous(against, n_threads):

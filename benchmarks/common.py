@@ -24,11 +24,48 @@ def rows(rng, *shape):
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def shuffled_store(total_blocks, *, n_kv_heads=N_KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, seed=0):
+def shuffled_store(total_blocks, *, n_kv_heads=N_KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, **options):
     """A store whose free blocks come in random order, as after hours of serving."""
-    store = pagedkv.PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, prefault=True)
-    store.release(np.random.default_rng(seed).permutation(store.acquire(total_blocks)))
+    store = pagedkv.PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, prefault=True, **options)
+    store.release(np.random.default_rng(0).permutation(store.acquire(total_blocks)))
     return store
+
+
+def filled(lengths, **options):
+    """A shuffled store, and sequences of these lengths in it."""
+    store = shuffled_store(sum(-(-n // options.get("block_size", BLOCK_SIZE)) for n in lengths), **options)
+    rng = np.random.default_rng(0)
+    k, v = (rows(rng, max(lengths), width) for width in (store.k_width, store.v_width))
+    caches = [pagedkv.PagedKvCache() for _ in lengths]
+    for cache, n in zip(caches, lengths, strict=True):
+        cache.append_contiguous(store, k[:n], v[:n], n)
+    return store, caches
+
+
+def position_bytes(store):
+    """Bytes of K and V of one position in one layer, scales included."""
+    return store.nbytes / (store.n_layers * store.total_blocks * store.block_size)
+
+
+def queries(n, n_q_heads=N_Q_HEADS, head_dim=HEAD_DIM):
+    return rows(np.random.default_rng(1), n, n_q_heads, head_dim)
+
+
+def visible(n_new, n_total):
+    """Pairs of a query and a position that it sees."""
+    return n_new * (n_total - n_new) + n_new * (n_new + 1) // 2
+
+
+def in_turn(items):
+    """A function that hands out the items one after the other, again and again."""
+    state = {"next": 0}
+
+    def take():
+        item = items[state["next"] % len(items)]
+        state["next"] += 1
+        return item
+
+    return take
 
 
 class Memcpy:

@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+from attention_support import SETS, forced
 from hostile import World
 from hypothesis import HealthCheck, settings
 from prefix_support import Clock
@@ -64,3 +65,14 @@ def prefixes(store, clock):
     prefixes = pagedkv.PrefixCache(store, clock=clock)
     yield prefixes
     prefixes.check()
+
+
+def rng():
+    return np.random.default_rng(2)
+
+
+@pytest.fixture(params=SETS)
+def simd(request):
+    """Each instruction set that the machine has, in turn."""
+    with forced(request.param):
+        yield request.param

@@ -56,6 +56,34 @@ def assert_rows(store, cache, k, v):
         assert_same_bits(got_v, v[layer])
 
 
+def by_append(store, cache, k, v):
+    cache.append_contiguous(store, k, v, len(k))
+
+
+def by_push(store, cache, k, v):
+    for k_step, v_step in zip(k, v, strict=True):
+        cache.push(store, k_step, v_step)
+
+
+def by_step(store, cache, k, v):
+    with pagedkv.Step(store, cache, len(k)) as step:
+        step.write(0, k, v)
+
+
+# Every way to write the rows of a sequence.
+WAYS = [by_append, by_push, by_step]
+
+
+def stored(store, cache, side):
+    """All rows of a sequence as they are stored: ``values [n, width]``, and for int8 ``scales [n, n_kv_heads]``."""
+
+    def joined(view):
+        return np.concatenate([view(block) for block in cache.block_table.tolist()])[: cache.seq_len]
+
+    scales = joined(getattr(store, f"{side}_scales")) if store.dtype == "int8" else None
+    return joined(getattr(store, f"{side}_block")), scales
+
+
 def step_of(store):
     """One position's K and V, in the shape that push takes."""
     shape = () if store.n_layers == 1 else (store.n_layers,)
@@ -88,12 +116,17 @@ def store_state(store):
     counts = [store.refcount(block) for block in range(store.total_blocks)]
     held = [block for block, count in enumerate(counts) if count]
     content = [
-        (store.k_block(block, layer).tobytes(), store.v_block(block, layer).tobytes())
+        tuple(view(block, layer).tobytes() for view in block_views(store))
         for block in held
         for layer in range(store.n_layers)
     ]
     counters = store.stats()._replace(exhaustions=0)  # a refused request may be counted
     return counts, content, counters, store.free_block_count
+
+
+def block_views(store):
+    """The functions that show all bytes of a block."""
+    return store.k_block, store.v_block, *((store.k_scales, store.v_scales) if store.dtype == "int8" else ())
 
 
 def cache_state(cache):
@@ -125,9 +158,16 @@ def undone(store, *caches):
     past a sequence's end, which nobody reads, may hold anything."""
 
     def look():
-        readable = [store_rows(store, cache, layer) for cache in caches for layer in range(store.n_layers)]
+        readable = [
+            view(block, layer)[: cache.seq_len - i * store.block_size].tobytes()
+            for cache in caches
+            for layer in range(store.n_layers)
+            for view in block_views(store)
+            for i, block in enumerate(cache.block_table.tolist())
+            if block >= 0 and i * store.block_size < cache.seq_len
+        ]
         counts = [store.refcount(block) for block in range(store.total_blocks)]
-        return counts, [(k.tobytes(), v.tobytes()) for k, v in readable], [cache_state(cache) for cache in caches]
+        return counts, readable, [cache_state(cache) for cache in caches]
 
     before = look()
     yield

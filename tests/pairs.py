@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import reference
+from dtype_reference import assert_same, assert_same_rows
 from helpers import assert_same_bits
 
 import pagedkv
@@ -41,12 +42,11 @@ class StorePair:
     twin: reference.Store
 
     @classmethod
-    def make(cls, block_size, total_blocks, n_kv_heads, head_dim, v_head_dim, n_layers, debug=False):
-        real = pagedkv.PagedKvStore(
-            block_size, total_blocks, n_kv_heads, head_dim, v_head_dim=v_head_dim, n_layers=n_layers, debug=debug
-        )
+    def make(cls, block_size, total_blocks, n_kv_heads, head_dim, v_head_dim, n_layers, dtype="float32", debug=False):
+        options = {"v_head_dim": v_head_dim, "n_layers": n_layers, "dtype": dtype, "debug": debug}
+        real = pagedkv.PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, **options)
         k_width, v_width = n_kv_heads * head_dim, n_kv_heads * v_head_dim
-        return cls(real, reference.Store(block_size, total_blocks, k_width, v_width, n_layers))
+        return cls(real, reference.Store(block_size, total_blocks, k_width, v_width, n_layers, n_kv_heads, dtype))
 
     def poison(self):
         """Write NaN into every row of the store, and give all blocks back."""
@@ -131,16 +131,19 @@ def compare_cache(cache, books):
 
 
 def compare_block(store, block_id, block):
-    """Every row that was written and not lost, in every layer, byte by byte."""
+    """Every row that was written and not lost, in every layer, as it is stored."""
     for layer in range(store.n_layers):
-        assert_same_bits(store.k_block(block_id, layer)[block.written], block.k[layer][block.written])
-        assert_same_bits(store.v_block(block_id, layer)[block.written], block.v[layer][block.written])
+        for side, want in (("k", block.k), ("v", block.v)):
+            values = getattr(store, f"{side}_block")(block_id, layer)[block.written]
+            scales = getattr(store, f"{side}_scales")(block_id, layer)[block.written] if want.dtype == "int8" else None
+            assert_same_rows(values, scales, want[layer][block.written])
 
 
-def compare_contiguous(real, rows, layer=0):
-    """A KvCache against the twin's ``(k, v)`` rows."""
+def compare_contiguous(real, rows, layer=0, dtype="float32"):
+    """A KvCache against the twin's ``(k, v)`` rows, which were in a store of that dtype."""
+    compare_rows = assert_same_bits if dtype == "float32" else assert_same
     assert real.seq_len == len(rows)
     for got, side in ((real.k, 0), (real.v, 1)):
         assert got.shape[0] == len(rows)
         if rows:
-            assert_same_bits(got, np.stack([row[side][layer] for row in rows]))
+            compare_rows(got, np.stack([row[side][layer] for row in rows]))

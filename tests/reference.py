@@ -8,6 +8,7 @@ from collections import Counter
 from math import ceil
 
 import numpy as np
+from dtype_reference import Rows, encode
 
 
 class StoreShort(Exception):
@@ -32,11 +33,12 @@ class PoolShort(Exception):
 
 
 class Block:
-    """Rows of K and V, ``[n_layers, block_size, width]``, and which of them were written."""
+    """K and V as they are stored, ``[n_layers, block_size, n_kv_heads, head_dim]``, and which rows were written."""
 
     def __init__(self, store):
-        self.k = np.zeros((store.n_layers, store.block_size, store.k_width), np.float32)
-        self.v = np.zeros((store.n_layers, store.block_size, store.v_width), np.float32)
+        shape = (store.n_layers, store.block_size, store.n_kv_heads)
+        self.k = Rows.zeros(store.dtype, *shape, store.k_width // store.n_kv_heads)
+        self.v = Rows.zeros(store.dtype, *shape, store.v_width // store.n_kv_heads)
         self.written = np.zeros(store.block_size, bool)
         self.holders = 1
 
@@ -46,23 +48,32 @@ class Block:
         self.written[:n_rows] = source.written[:n_rows]
 
     def write(self, offset, k, v):
+        """``k`` and ``v`` are Rows ``[n_layers, n_kv_heads, head_dim]``."""
         self.k[:, offset] = k
         self.v[:, offset] = v
         self.written[offset] = True
 
     def row(self, offset):
+        """What is read: float32 ``[n_layers, width]`` of K and V."""
         assert self.written[offset], "a row that was never written is read"
-        return self.k[:, offset], self.v[:, offset]
+        return tuple(rows[:, offset].decode().reshape(len(rows.values), -1) for rows in (self.k, self.v))
 
 
 class Store:
-    def __init__(self, block_size, total_blocks, k_width, v_width, n_layers=1):
+    def __init__(self, block_size, total_blocks, k_width, v_width, n_layers=1, n_kv_heads=1, dtype="float32"):
         self.block_size = block_size
         self.total_blocks = total_blocks
         self.k_width = k_width
         self.v_width = v_width
         self.n_layers = n_layers
+        self.n_kv_heads = n_kv_heads
+        self.dtype = dtype
         self.held = set()
+
+    def encode(self, rows, width):
+        """float32 ``[n_layers, n, width]`` as they are stored."""
+        shape = (*rows.shape[:2], self.n_kv_heads, width // self.n_kv_heads)
+        return encode(self.dtype, rows.reshape(shape))
 
     @property
     def free_block_count(self):
@@ -163,6 +174,7 @@ class Cache:
         self.use(store)
         n = k.shape[1]
         self.grow(store, n)
+        k, v = store.encode(k, store.k_width), store.encode(v, store.v_width)
         for i in range(n):
             p = self.seq_len + i
             self.table[p // store.block_size].write(p % store.block_size, k[:, i], v[:, i])

@@ -8,76 +8,14 @@ import sys
 
 import numpy as np
 import pytest
+from attention_support import SETS, assert_close, check, expected, forced, options, paged, rows
 from dense_reference import dense_attention
+from dtype_reference import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagedkv
 from pagedkv._kernels import simd as kernels
-
-SETS = kernels.list_simd()
-
-
-@pytest.fixture(params=SETS)
-def simd(request):
-    """Each instruction set in turn."""
-    before = kernels.get_simd()
-    kernels.set_simd(request.param)
-    yield request.param
-    kernels.set_simd(before)
-
-
-def rows(rng, *shape):
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-def paged(rng, lengths, n_kv_heads, head_dim, v_head_dim=None, block_size=4, n_layers=1):
-    """A store with a shuffled free list and NaN in every unwritten row, caches in it, and their dense K and V."""
-    n_blocks = sum(-(-n // block_size) for n in lengths) + 3
-    v_head_dim = v_head_dim or head_dim
-    store = pagedkv.PagedKvStore(
-        block_size, n_blocks, n_kv_heads, head_dim, v_head_dim=v_head_dim, n_layers=n_layers, debug=True)
-    store.release(rng.permutation(store.acquire(n_blocks)))
-    caches, dense = [], []
-    for n in lengths:
-        k = rows(rng, n_layers, n, n_kv_heads, head_dim)
-        v = rows(rng, n_layers, n, n_kv_heads, v_head_dim)
-        cache = pagedkv.PagedKvCache()
-        if n:
-            cache.append_contiguous(store, k, v, n)
-        caches.append(cache)
-        dense.append((k, v))
-    return store, caches, dense
-
-
-def expected(q, dense, query_lens, layer=0, **options):
-    """The reference over a ragged batch."""
-    outs, lses, row = [], [], 0
-    for (k, v), n in zip(dense, query_lens, strict=True):
-        out, lse = dense_attention(q[row:row + n], k[layer], v[layer], **options)
-        outs.append(out)
-        lses.append(lse)
-        row += n
-    return np.concatenate(outs), np.concatenate(lses)
-
-
-def assert_close(got, want, tolerance=3e-6):
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
-
-
-def check(rng, lengths, query_lens, n_kv_heads, group, head_dim, v_head_dim=None, block_size=4, **options):
-    store, caches, dense = paged(rng, lengths, n_kv_heads, head_dim, v_head_dim, block_size)
-    q = rows(rng, sum(query_lens), n_kv_heads * group, head_dim)
-    got = pagedkv.paged_attention(q, store, caches, query_lens=query_lens, return_lse=True, **options)
-    assert_close(got, expected(q, dense, query_lens, **options))
-    assert got[0].dtype == got[1].dtype == np.float32
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(2)
-
 
 # --- shapes ------------------------------------------------------------------------------------------
 
@@ -290,34 +228,22 @@ class TestSameBits:
 @st.composite
 def batches(draw):
     group, n_kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 4))
-    n_q_heads = group * n_kv_heads
     lengths = draw(st.lists(st.integers(0, 90), min_size=0, max_size=4))
     query_lens = [draw(st.integers(0, n)) for n in lengths]
-    options = {"causal": draw(st.booleans())}
-    if draw(st.booleans()):
-        options["window"] = draw(st.integers(1, 100))
-    if draw(st.booleans()):
-        options["softcap"] = draw(st.floats(0.5, 50))
-    if draw(st.booleans()):
-        options["sinks"] = np.linspace(-5, 5, n_q_heads, dtype=np.float32)
-    if draw(st.booleans()):
-        options["alibi_slopes"] = np.linspace(0, 1, n_q_heads, dtype=np.float32)
     shape = {"n_kv_heads": n_kv_heads, "group": group, "head_dim": draw(st.integers(1, 80)),
-             "v_head_dim": draw(st.integers(1, 80)), "block_size": draw(st.integers(1, 20))}
-    return lengths, query_lens, shape, options, draw(st.sampled_from(SETS)), draw(st.integers(0, 1 << 30))
+             "v_head_dim": draw(st.integers(1, 80)), "block_size": draw(st.integers(1, 20)),
+             "dtype": draw(st.sampled_from(DTYPES))}
+    simd, seed = draw(st.sampled_from(SETS)), draw(st.integers(0, 1 << 30))
+    return lengths, query_lens, shape, draw(options(group * n_kv_heads)), simd, seed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400)
 @given(batches())
 def test_random_batches(batch):
     lengths, query_lens, shape, options, simd, seed = batch
-    before = kernels.get_simd()
-    kernels.set_simd(simd)
-    try:
+    with forced(simd):
         if lengths:
             check(np.random.default_rng(seed), lengths, query_lens, **shape, **options)
-    finally:
-        kernels.set_simd(before)
 
 
 # --- arguments ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from inspect import signature
 import numpy as np
 import pytest
 import reference
+from dtype_reference import DTYPES, RAW, encode
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -20,6 +21,7 @@ N_WALKS = settings.default.max_examples // 25
 pick = st.integers(0, 23)  # which one: modulo how many there are
 few = st.integers(0, 6)
 many = st.one_of(few, few, st.integers(0, 40))
+dtypes = st.sampled_from(DTYPES)
 
 
 def scrambled(number, n):
@@ -40,13 +42,16 @@ class Machine(RuleBasedStateMachine):
         self.out = {}
         self.n_values = 0
 
-    @initialize(totals=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12)))
-    def make_stores(self, totals):
-        large, medium, small = totals
+    @initialize(
+        totals=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12)),
+        dtypes=st.tuples(dtypes, dtypes, dtypes),
+    )
+    def make_stores(self, totals, dtypes):
+        (n, m, k), (a, b, c) = totals, dtypes
         self.stores = [
-            StorePair.make(3, large, n_kv_heads=2, head_dim=2, v_head_dim=1, n_layers=2),
-            StorePair.make(1, medium, n_kv_heads=1, head_dim=1, v_head_dim=3, n_layers=1, debug=True),
-            StorePair.make(4, small, n_kv_heads=3, head_dim=1, v_head_dim=1, n_layers=3),
+            StorePair.make(3, n, n_kv_heads=2, head_dim=2, v_head_dim=1, n_layers=2, dtype=a),
+            StorePair.make(1, m, n_kv_heads=1, head_dim=1, v_head_dim=3, n_layers=1, dtype=b, debug=True),
+            StorePair.make(4, k, n_kv_heads=3, head_dim=1, v_head_dim=1, n_layers=3, dtype=c),
         ]
         self.stores[0].poison()
 
@@ -71,13 +76,19 @@ class Machine(RuleBasedStateMachine):
         return cache.twin.seq_len * which // 22 + (which == 23)
 
     def new_rows(self, store, *shape):
-        """K and V of the given leading shape."""
+        """float32 K and V of the given leading shape."""
         values = []
         for width in (store.twin.k_width, store.twin.v_width):
             n = int(np.prod(shape)) * width
             values.append(scrambled(self.n_values, n).reshape(*shape, width))
             self.n_values += n
         return values
+
+    def as_given(self, store, k, v):
+        """Rows as a caller may have them: every other time as the bits that the store would make of them."""
+        if store.twin.dtype in RAW and self.n_values % 2:
+            return [encode(store.twin.dtype, rows).values for rows in (k, v)]
+        return [k, v]
 
     def add_cache(self, real, twin):
         """One more sequence; beyond a number that is easy to look through, another makes room."""
@@ -103,17 +114,18 @@ class Machine(RuleBasedStateMachine):
 
     def push_to(self, cache, store):
         k, v = self.new_rows(store, store.twin.n_layers)
-        shape = (-1,) if store.twin.n_layers == 1 else k.shape
-        return both(
-            lambda: cache.real.push(store.real, k.reshape(shape), v.reshape(v.shape if len(shape) > 1 else shape)),
-            lambda: cache.twin.push(store.twin, k, v),
-        )
+        given = self.as_given(store, k, v)
+        if store.twin.n_layers == 1:
+            given = [rows.reshape(-1) for rows in given]
+        return both(lambda: cache.real.push(store.real, *given), lambda: cache.twin.push(store.twin, k, v))
 
     @rule(which=pick, n=many, strided=st.booleans())
     def append_contiguous(self, which, n, strided):
         cache, store = self.cache_and_store(which)
         k, v = self.new_rows(store, store.twin.n_layers, n)
-        k_given, v_given = (np.asfortranarray(k), v[:, ::-1].copy()[:, ::-1]) if strided else (k, v)
+        k_given, v_given = self.as_given(store, k, v)
+        if strided:
+            k_given, v_given = np.asfortranarray(k_given), v_given[:, ::-1].copy()[:, ::-1]
         both(
             lambda: cache.real.append_contiguous(store.real, k_given, v_given, n),
             lambda: cache.twin.append(store.twin, k, v),
@@ -319,7 +331,7 @@ class Machine(RuleBasedStateMachine):
         if result:
             real, rows = result
             assert out is None or real is out
-            compare_contiguous(real, rows, layer)
+            compare_contiguous(real, rows, layer, store.twin.dtype)
             self.out[store.twin] = real
 
     # --- steps ---
@@ -351,7 +363,7 @@ class Machine(RuleBasedStateMachine):
         store = next(store for store in self.stores if store.twin is step.twin.store)
         for layer in layers:
             k, v = self.new_rows(store, step.twin.n_rows)
-            step.real.write(layer % store.twin.n_layers, k, v)
+            step.real.write(layer % store.twin.n_layers, *self.as_given(store, k, v))
             step.twin.write(layer % store.twin.n_layers, k, v)
 
     @rule(which=pick, end=st.sampled_from(["commit", "leave", "rollback", "raise", "forget"]), finish=st.booleans())
@@ -470,7 +482,8 @@ def test_walk(seed):
     """The same moves by plain chance: they come further into full stores than Hypothesis does, and much faster."""
     draw = random.Random(seed)
     machine = Machine()
-    machine.make_stores([draw.randrange(1, 40), draw.randrange(1, 40), draw.randrange(1, 16)])
+    totals = draw.randrange(1, 40), draw.randrange(1, 40), draw.randrange(1, 16)
+    machine.make_stores(totals, [DTYPES[(seed + i) % len(DTYPES)] for i in range(3)])
     for name in draw.choices(list(_MOVES), list(_MOVES.values()), k=2000):
         move = getattr(machine, name)
         move(*draw_arguments(move, draw))
