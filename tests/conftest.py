@@ -67,6 +67,7 @@ def prefixes(store, clock):
     prefixes.check()
 
 
+@pytest.fixture
 def rng():
     return np.random.default_rng(2)
 

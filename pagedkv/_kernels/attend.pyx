@@ -24,6 +24,7 @@ from pagedkv._kernels.simd cimport (
     SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
 
 
+
 cdef extern from "<stdatomic.h>" nogil:
     ctypedef Py_ssize_t atomic_ptrdiff_t
     Py_ssize_t atomic_fetch_add(atomic_ptrdiff_t* value, Py_ssize_t n)
