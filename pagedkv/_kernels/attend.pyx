@@ -19,10 +19,10 @@ from libc.string cimport memset
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport (
     MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendShare, AttendTask, AttendTile, KvView,
-    QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up, step_positions, tile_rows)
+    QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up,
+    step_positions, tile_rows)
 from pagedkv._kernels.simd cimport (
     SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
-
 
 
 cdef extern from "<stdatomic.h>" nogil:
