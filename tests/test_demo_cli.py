@@ -81,6 +81,24 @@ def test_options_do_not_change_the_texts(path, capsys):
     assert all(output == outputs[0] for output in outputs)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_narrower_kv(path, capsys, monkeypatch, dtype):
+    """Stored as asked for; tokens that differ from those over float32 are told, and no failure."""
+    dtypes = []
+    close = Scheduler.close
+
+    def look(self):
+        dtypes.extend(group.store.dtype for group in self._kv.groups)
+        close(self)
+
+    monkeypatch.setattr(Scheduler, "close", look)
+    arguments = ["--max-tokens", "5", "--verify", "--prompt", "hello world", "--kv-dtype", dtype]
+    assert main(["demo", "--model", path, *arguments]) == 0
+    assert dtypes
+    assert set(dtypes) == {dtype}
+    assert re.search(r"verified: [01] of 1", capsys.readouterr().err)
+
+
 def test_without_prompts_the_built_in_ones_are_served(path, capsys):
     from pagedkv.demo.prompts import PROMPTS
 

@@ -29,15 +29,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size", type=_positive, default=16, metavar="N", help="positions in a block (default: 16)"
     )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("float32", "float16", "bfloat16", "int8"),
+        default="float32",
+        help="what K/V are stored as (default: float32); a narrower one may choose other tokens",
+    )
     parser.add_argument("--no-share", action="store_true", help="do not share the blocks of common beginnings")
     parser.add_argument("--model", metavar="PATH", help="a Gemma 3 text model in GGUF (default: the packaged 270M)")
     parser.add_argument(
-        "--verify", action="store_true", help="then run each prompt alone on contiguous caches and compare the tokens"
+        "--verify",
+        action="store_true",
+        help="then run each prompt alone on contiguous float32 caches and compare the tokens",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the demo and returns the exit code: 1 if `--verify` found a difference, else 0.
+    """Runs the demo and returns the exit code: 1 if `--verify` found a difference over float32 K/V, else 0.
 
     Raises
     ------

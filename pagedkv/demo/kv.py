@@ -49,9 +49,11 @@ class ModelKv:
         The shape of the model.
     block_size, n_blocks
         Of each store. A block costs memory from its first use on.
+    dtype
+        What the stores hold K/V as.
     """
 
-    def __init__(self, config: Config, block_size: int, n_blocks: int) -> None:
+    def __init__(self, config: Config, block_size: int, n_blocks: int, dtype: str = "float32") -> None:
         self.block_size = block_size
         self.n_blocks = n_blocks
         self.attention_seconds = 0.0
@@ -62,7 +64,9 @@ class ModelKv:
             layers = tuple(layer for layer, its_window in enumerate(config.windows) if its_window == window)
             self._place |= {layer: (number, index) for index, layer in enumerate(layers)}
             heads = (config.n_kv_heads, config.head_dim)
-            store = PagedKvStore(block_size, n_blocks, *heads, v_head_dim=config.v_head_dim, n_layers=len(layers))
+            store = PagedKvStore(
+                block_size, n_blocks, *heads, v_head_dim=config.v_head_dim, n_layers=len(layers), dtype=dtype
+            )
             self.groups.append(LayerGroup(window, layers, store))
 
     @property
