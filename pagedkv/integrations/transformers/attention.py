@@ -101,8 +101,8 @@ def paged_mask(
         )
     if kv_offset + kv_length != q_offset + q_length:
         raise ValueError(
-            f'attn_implementation "{NAME}": expected a cache that ends at {q_offset + q_length}, with the new positions, '
-            f"got one of {kv_offset + kv_length}: a static cache is not supported"
+            f'attn_implementation "{NAME}": expected a cache that ends with the new positions, at '
+            f"{q_offset + q_length}, got one of {kv_offset + kv_length}: a static cache is not supported"
         )
     if attention_mask is None or bool(attention_mask.all()):
         return None

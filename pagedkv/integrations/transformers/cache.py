@@ -115,7 +115,7 @@ class _Batch:
     # --- a forward pass over gathered copies ---
 
     def gather(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All K and V that a layer's queries see, ``[batch, heads, positions, dim]``. The new ones are kept for later."""
+        """All K and V that a layer's queries see, ``[batch, heads, positions, dim]``; the new ones are kept aside."""
         if not self._pending or layer in self._pending:
             self._forget()
             self._reserve(keys.shape[0], keys.shape[2])

@@ -255,10 +255,11 @@ class PagedSequence:
             if cache.seq_len > n_positions:
                 cache.truncate(group.store, n_positions)
 
-    def reserve(self, n_new: int, *, in_windows: int | None = None) -> None:
+    def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
         """Takes the blocks of ``n_new`` positions in every store, or none.
 
-        ``in_windows`` is another number for stores with a window, where what was left behind is given back.
+        Who grows by ``chunk`` positions at a time and drops what is left behind needs no more than a window
+        and a chunk where there is a window.
 
         Raises
         ------
@@ -267,7 +268,8 @@ class PagedSequence:
         """
         try:
             for group, cache in self._places():
-                cache.reserve(group.store, n_new if group.window is None or in_windows is None else in_windows)
+                limit = n_new if group.window is None or chunk is None else group.window + chunk
+                cache.reserve(group.store, min(n_new, limit))
         except BaseException:
             self.give_back_reserved()
             raise
