@@ -102,9 +102,14 @@ cdef cnp.ndarray as_native(object array, str name, str expected):
         raise TypeError(f"{name}: expected {expected}, got None")
     cdef cnp.ndarray result
     try:
-        result = np.asarray(array)
+        if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+            result = np.from_dlpack(array)
+        else:
+            result = np.asarray(array)
     except ValueError as error:  # lists of unequal length, and the like
         raise ValueError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
+    except (TypeError, RuntimeError, BufferError) as error:  # of other libraries: what NumPy cannot look into
+        raise TypeError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
     if cnp.PyArray_TYPE(result) != cnp.NPY_FLOAT32 or not cnp.PyArray_ISNOTSWAPPED(result):
         raise TypeError(f"{name}: expected {expected}, got {describe(result)}")
     return result
