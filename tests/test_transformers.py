@@ -19,7 +19,6 @@ from transformers_support import (
 import pagedkv
 from pagedkv.integrations.transformers import PagedCache, PagedStores
 
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 ATTENTION = ["pagedkv", "sdpa", "eager"]
 
 
@@ -61,6 +60,14 @@ def test_tokens_of_a_family(family, attention):
     assert held(stores) == [0] * len(stores.groups)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_the_older_name_of_the_argument():
+    model = make_model("llama")
+    prompts = [make_prompt(9)]
+    expected = generate(model, prompts)
+    assert generate(model, prompts, past_key_values=PagedCache(stores_for(model))) == expected
+
+
 @pytest.mark.parametrize("family", PAGED)
 def test_logits_of_a_family(family):
     """Closer than tokens: every position's logits, over a prefill, a second chunk and a decode step."""
@@ -70,7 +77,7 @@ def test_logits_of_a_family(family):
         expected = model(ids).logits
         model.set_attn_implementation("pagedkv")
         cache = PagedCache(stores_for(model))
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([17, 12, 1], dim=1)]
+        parts = [model(part, cache=cache).logits for part in ids.split([17, 12, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -102,7 +109,7 @@ def test_padding_is_not_stored():
     stores, ids_and_mask = stores_for(model), pad_left([make_prompt(16), make_prompt(2)])
     cache = PagedCache(stores)
     with torch.no_grad():
-        model(ids_and_mask[0], attention_mask=ids_and_mask[1], past_key_values=cache)
+        model(ids_and_mask[0], attention_mask=ids_and_mask[1], cache=cache)
     assert [sequence.seq_len for sequence in cache.sequences] == [16, 2]
     assert held(stores) == [5]
     assert cache.get_seq_length() == 16
@@ -169,7 +176,7 @@ def test_a_copied_cache_shares_its_blocks():
     stores = stores_for(model)
     cache = PagedCache(stores)
     with torch.no_grad():
-        model(torch.tensor([prefix]), past_key_values=cache)
+        model(torch.tensor([prefix]), cache=cache)
     before = held(stores)
     copies = [copy.deepcopy(cache) for _ in tails]
     assert held(stores) == before
@@ -184,10 +191,10 @@ def test_one_prompt_fans_out():
     cache = PagedCache(stores)
     prompt = make_prompt(9)
     with torch.no_grad():
-        model(torch.tensor([prompt[:-1]]), past_key_values=cache)
+        model(torch.tensor([prompt[:-1]]), cache=cache)
         cache.batch_repeat_interleave(3)
         assert held(stores) == [2]
-        logits = model(torch.tensor([prompt[-1:]] * 3), past_key_values=cache).logits
+        logits = model(torch.tensor([prompt[-1:]] * 3), cache=cache).logits
         assert held(stores) == [5]  # two full blocks together, a third one each
         expected = model(torch.tensor([prompt])).logits[:, -1:]
     torch.testing.assert_close(logits, expected.expand(3, 1, -1), rtol=1e-4, atol=1e-4)
@@ -206,7 +213,7 @@ def test_the_attention_function_may_change_midway(order):
         cache, parts = PagedCache(stores_for(model)), []
         for attention, part in zip(order, ids.split([20, 11], dim=1), strict=True):
             model.set_attn_implementation(attention)
-            parts.append(model(part, past_key_values=cache).logits)
+            parts.append(model(part, cache=cache).logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -230,7 +237,7 @@ def test_half_precision_models(dtype):
     with torch.no_grad():
         expected = model(ids).logits
         model.set_attn_implementation("pagedkv")
-        got = model(ids, past_key_values=PagedCache(stores_for(model))).logits
+        got = model(ids, cache=PagedCache(stores_for(model))).logits
     assert got.dtype == dtype
     assert (got - expected).abs().max() < 0.05 * expected.abs().max()
 
@@ -258,17 +265,17 @@ def test_an_exception_in_a_layer_leaves_the_cache_as_it_was(attention):
     cache = PagedCache(stores)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
-        model(ids[:, :-2], past_key_values=cache)
+        model(ids[:, :-2], cache=cache)
 
         def interrupt(*_):
             raise KeyboardInterrupt
 
         hook = model.model.layers[2].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(ids[:, -2:], past_key_values=cache)
+            model(ids[:, -2:], cache=cache)
         hook.remove()
         assert cache.get_seq_length() == 18
-        got = model(ids[:, -2:], past_key_values=cache).logits[:, -1]
+        got = model(ids[:, -2:], cache=cache).logits[:, -1]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     del cache
     assert held(stores) == [0, 0]
@@ -277,7 +284,7 @@ def test_an_exception_in_a_layer_leaves_the_cache_as_it_was(attention):
 def refused(model, cache, message, error=ValueError, **inputs):
     before = cache.get_seq_length(), held(cache.stores)
     with pytest.raises(error, match=message), torch.no_grad():
-        model(past_key_values=cache, **inputs)
+        model(cache=cache, **inputs)
     assert (cache.get_seq_length(), held(cache.stores)) == before
 
 
@@ -293,9 +300,9 @@ def test_what_is_refused():
     refused(model, cache, "padding on the left only", input_ids=ids, attention_mask=hole)
     refused(model, cache, "padding on the left", input_ids=ids, attention_mask=torch.zeros(2, 1, 6, 6))
     with pytest.raises(ValueError, match="no_grad"):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     refused(model, cache, "holds 2 sequences", input_ids=ids[:1])
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, 0] = 0
@@ -318,7 +325,7 @@ def test_dropout_and_weights_are_refused():
 def test_a_static_cache_is_refused():
     model = make_model("llama", "pagedkv")
     with pytest.raises(ValueError, match="static cache"), torch.no_grad():
-        model(torch.tensor([make_prompt(6)]), past_key_values=transformers.StaticCache(model.config, max_cache_len=32))
+        model(torch.tensor([make_prompt(6)]), cache=transformers.StaticCache(model.config, max_cache_len=32))
 
 
 def test_models_that_do_their_own_attention_are_refused():

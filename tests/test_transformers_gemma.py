@@ -44,7 +44,7 @@ def test_generate_with_a_paged_cache(model, stores):
     for prompt, expected in list(zip(PROMPTS, EXPECTED, strict=True))[:2]:
         cache = PagedCache(stores)
         out = model.generate(
-            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=N_TOKENS, do_sample=False, eos_token_id=None
+            torch.tensor([prompt]), cache=cache, max_new_tokens=N_TOKENS, do_sample=False, eos_token_id=None
         )
         assert out[0, len(prompt) :].tolist() == expected
         del cache

@@ -94,6 +94,6 @@ def generate(model, prompts, cache=None, **options):
     ids, mask = pad_left(prompts)
     options = {"max_new_tokens": 12, "do_sample": False, **options}
     if cache is not None:
-        options["past_key_values"] = cache
+        options["cache"] = cache
     out = model.generate(ids, attention_mask=mask, **options)
     return out[:, ids.shape[1] :].tolist()

@@ -1,4 +1,4 @@
-"""`PagedCache`: what a model is given as ``past_key_values``.
+"""`PagedCache`: what a model is given as ``cache``, or ``past_key_values``.
 
 With the attention function ``pagedkv`` a forward pass is a `ForwardPass` (a `pagedkv.Step` in every store): it opens
 when the first layer attends and commits when the last one has. With any other attention function the layers
@@ -167,7 +167,7 @@ class _Batch:
         if not self.length:
             return [PagedSequence(self.stores) for _ in range(batch)]
         if batch != self.size:
-            raise ValueError(f"past_key_values: holds {self.size} sequences, got a batch of {batch}")
+            raise ValueError(f"cache: holds {self.size} sequences, got a batch of {batch}")
         return self.sequences
 
     def _forget(self) -> None:
@@ -300,7 +300,9 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """The past of a batch, in the blocks of a `PagedStores`: for ``past_key_values`` of ``generate`` and ``forward``.
+    """The past of a batch, in the blocks of a `PagedStores`: for ``cache`` of ``generate`` and ``forward``.
+
+    (The argument was called ``past_key_values`` before.)
 
     With ``model.set_attn_implementation("pagedkv")`` attention reads through the block tables, and nothing is
     gathered or copied but the new rows. With any other attention function it works too: each layer is handed a
@@ -340,7 +342,7 @@ class PagedCache(Cache):
     >>> model = LlamaForCausalLM(config).eval()
     >>> stores = PagedStores(model, total_blocks=64)
     >>> cache = PagedCache(stores)
-    >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), cache=cache, max_new_tokens=5, do_sample=False)
     >>> cache.get_seq_length()                             # the last token was not computed
     7
     """
