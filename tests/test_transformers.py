@@ -21,6 +21,8 @@ from pagedkv.integrations.transformers import PagedCache, PagedStores
 
 ATTENTION = ["pagedkv", "sdpa", "eager"]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def stores_for(model, total_blocks=256, block_size=4, **options):
     return PagedStores(model, total_blocks, block_size=block_size, debug=True, **options)
@@ -36,14 +38,6 @@ def skip_unless_possible(family, attention):
         pytest.skip("needs soft capping or sinks, which sdpa has not")
     if attention == "pagedkv" and family in OWN_ATTENTION:
         pytest.skip("reads the cache itself")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("attention", ["pagedkv", "eager"])

@@ -11,6 +11,8 @@ from pagedkv.integrations.transformers import PagedCache, PagedStores, TokenEven
 PREFIX = make_prompt(26, seed=100)
 PROMPTS = [PREFIX + make_prompt(n, seed=n) for n in (3, 9, 1, 17)] + [make_prompt(5, seed=8), make_prompt(31, seed=9)]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def stores_for(model, total_blocks=256, block_size=4, **options):
     return PagedStores(model, total_blocks, block_size=block_size, debug=True, **options)
@@ -30,14 +32,6 @@ def collect(events, n):
 
 def answers_of(model, prompts, **options):
     return collect(generate_batch(model, prompts, **{"max_new_tokens": 12, **options}), len(prompts))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", PAGED)

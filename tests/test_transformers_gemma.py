@@ -17,6 +17,8 @@ N_TOKENS = 16
 PROMPTS = [case["prompt_ids"] for case in CASES]
 EXPECTED = [case["greedy_ids"][:N_TOKENS] for case in CASES]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

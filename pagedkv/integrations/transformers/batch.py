@@ -101,6 +101,11 @@ def generate_batch(
     PagedStoreExhausted
         While iterating: other users of the stores hold the blocks that a single request needs.
 
+    Notes
+    -----
+    Threads: the model belongs to one thread while a token is being asked for. Several iterators over the same
+    stores, of other models or in turn, do not disturb each other.
+
     Examples
     --------
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -217,8 +222,9 @@ class _Engine:
             if n_rows == request.n_pending:
                 asking.append(request)
                 last_rows.append(len(ids) - 1)
-        running = ForwardPass(self._stores, [request.sequence for request, _ in batch], [n for _, n in batch])
+        running = None
         try:
+            running = ForwardPass(self._stores, [request.sequence for request, _ in batch], [n for _, n in batch])
             with torch.no_grad(), _attending(self._configs):
                 inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])}
                 if self._keeps_logits:
@@ -229,7 +235,8 @@ class _Engine:
                 tokens = self._choose(asking, chosen)
             running.commit()
         except BaseException:
-            running.rollback()
+            if running is not None:
+                running.rollback()
             raise
         return list(zip(asking, tokens, strict=True))
 
