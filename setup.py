@@ -16,14 +16,16 @@ from setuptools import Extension, setup
 # module -> the headers to watch
 MODULES = {
     "pagedkv._kernels.parallel": ["pagedkv/_kernels/pool.h"],
-    "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h"],
-    "pagedkv._kernels.plan": [],
-    "pagedkv._kernels.attend": [
+    "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h", "pagedkv/_kernels/simd.h"],
+    "pagedkv._kernels.simd": [
         f"pagedkv/_kernels/{name}.h"
-        for name in ("simd", "simd_plain", "simd_sse2", "simd_avx2", "simd_avx512", "simd_neon", "simd_math",
-                     "simd_end", "attend_kernels")
+        for name in ("simd", "simd_sets", "simd_plain", "simd_sse2", "simd_avx2", "simd_avx512", "simd_neon",
+                     "simd_math", "simd_dtypes", "simd_end", "attend_rows", "attend_tile")
     ],
+    "pagedkv._kernels.plan": [],
+    "pagedkv._kernels.attend": ["pagedkv/_kernels/simd.h"],
     "pagedkv._arrays": [],
+    "pagedkv._rows": [],
     "pagedkv.allocator": [],
     "pagedkv.store": [],
     "pagedkv._table": [],

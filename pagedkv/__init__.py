@@ -7,6 +7,7 @@ and `Step` makes one forward pass of a batch a transaction.
 
 from pagedkv.attention import attention, paged_attention
 from pagedkv.contiguous import KvBlockPool, KvCache
+from pagedkv.cpu import CpuInfo, cpu_info
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import StoreStats
@@ -17,6 +18,7 @@ from pagedkv.threads import get_num_threads, set_num_threads
 __version__ = "0.1.0"
 
 __all__ = [
+    "CpuInfo",
     "KvBlockPool",
     "KvCache",
     "KvPoolExhausted",
@@ -27,6 +29,7 @@ __all__ = [
     "Step",
     "StoreStats",
     "attention",
+    "cpu_info",
     "get_num_threads",
     "paged_attention",
     "set_num_threads",

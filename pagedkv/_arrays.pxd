@@ -10,13 +10,15 @@ cdef Py_ssize_t as_index(object value, str name, Py_ssize_t n) except -1
 # A number of threads, 1 to 256.
 cpdef int as_thread_count(object value, str name) except -1
 
-# Native float32 rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that,
-# in any of the spellings that as_rows documents.
+# Rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that, in any of the spellings
+# that as_rows documents. Native float32, or what a store of this dtype (SIMD_F32 ...) holds, as uint16.
 cdef cnp.ndarray as_rows(
-    object array, str name, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim)
-# The same for one row a layer, with no count axis.
+    object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim)
+# The same for one row a layer, with no count axis, in any of its shapes.
 cdef cnp.ndarray as_step(
-    object array, str name, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim)
+    object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim)
+# Which of the two these rows are.
+cdef bint is_float32(cnp.ndarray rows) noexcept
 # Native float32 of any shape and strides.
 cdef cnp.ndarray as_native(object array, str name, str expected)
 # Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length).
@@ -35,8 +37,9 @@ cdef cnp.ndarray empty_slots(Py_ssize_t n)
 
 # Uninitialised float32 of up to three axes.
 cdef cnp.ndarray empty_floats(tuple shape)
-# An aligned, uninitialised float32 array; MemoryError where it can't be had. Untouched pages cost nothing.
+# Aligned, uninitialised float32, or bytes; MemoryError where it can't be had. Untouched pages cost nothing.
 cdef cnp.ndarray empty_rows(tuple shape)
+cdef cnp.ndarray empty_bytes(object n_bytes)
 
 # "float64 [512]", "None", "str": how an error names what came.
 cdef str describe(object value)

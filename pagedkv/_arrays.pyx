@@ -8,6 +8,8 @@ caller's code (``__array__``, ``__index__``), so they are called before any stat
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16
+
 import operator
 
 import numpy as np
@@ -70,8 +72,19 @@ cpdef int as_thread_count(object value, str name) except -1:
 
 cdef inline bint is_ready(object array) noexcept:
     """Native, aligned, C-contiguous float32."""
-    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_FLOAT32
+    return is_plain(array, cnp.NPY_FLOAT32)
+
+
+cdef inline bint is_plain(object array, int typenum) noexcept:
+    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == typenum
             and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
+
+
+cdef inline bint is_own(object array, int dtype) noexcept:
+    """Whether the values are, as they lie there, what a store of this dtype holds."""
+    if dtype == SIMD_F16:
+        return is_plain(array, cnp.NPY_FLOAT16)
+    return dtype == SIMD_BF16 and is_plain(array, cnp.NPY_USHORT)
 
 
 cdef inline bint has_prefix(cnp.ndarray array, int n_axes, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
@@ -96,55 +109,74 @@ cdef inline bint has_shape(
             and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
 
 
-cdef cnp.ndarray as_native(object array, str name, str expected):
-    """`array` as a native float32 ndarray of any strides."""
+cdef cnp.ndarray as_ndarray(object array, str name, str expected):
     if array is None:
         raise TypeError(f"{name}: expected {expected}, got None")
-    cdef cnp.ndarray result
     try:
         if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
-            result = np.from_dlpack(array)
-        else:
-            result = np.asarray(array)
+            return np.from_dlpack(array)
+        return np.asarray(array)
     except ValueError as error:  # lists of unequal length, and the like
         raise ValueError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
     except (TypeError, RuntimeError, BufferError) as error:  # of other libraries: what NumPy cannot look into
         raise TypeError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
+
+
+cdef cnp.ndarray as_native(object array, str name, str expected):
+    """`array` as a native float32 ndarray of any strides."""
+    cdef cnp.ndarray result = as_ndarray(array, name, expected)
     if cnp.PyArray_TYPE(result) != cnp.NPY_FLOAT32 or not cnp.PyArray_ISNOTSWAPPED(result):
         raise TypeError(f"{name}: expected {expected}, got {describe(result)}")
     return result
 
 
 cdef cnp.ndarray check_rows(
-        object array, str name, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
+        object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
     """The slow way in: converts, copies, or says what is wrong."""
     axes = [n_layers] if n_layers > 1 else []
     if count >= 0:
         axes.append(count)
-    expected = f"float32 {axes + [n_heads * head_dim]}"
-    cdef cnp.ndarray rows = as_native(array, name, expected)
+    own = {SIMD_F16: " or float16", SIMD_BF16: " or uint16 (bfloat16 bits)"}.get(dtype, "")
+    expected = f"float32{own} {axes + [n_heads * head_dim]}"
+    cdef cnp.ndarray rows
+    cdef object given = as_ndarray(array, name, expected)
+    if dtype == SIMD_BF16 and given.dtype.name == "bfloat16" and given.dtype.itemsize == 2:  # of ml_dtypes
+        given = given.view(np.uint16)
+    rows = given
+    if not (cnp.PyArray_ISNOTSWAPPED(rows) and (
+            cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT32
+            or (dtype == SIMD_F16 and cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT16)
+            or (dtype == SIMD_BF16 and cnp.PyArray_TYPE(rows) == cnp.NPY_USHORT))):
+        raise TypeError(f"{name}: expected {expected}, got {describe(rows)}")
     if not has_shape(rows, n_layers, count, n_heads, head_dim):
         raise ValueError(f"{name}: expected {expected}, got {describe(rows)}")
     return np.require(rows, requirements="CA")
 
 
 cdef cnp.ndarray as_rows(
-        object array, str name, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
-    """float32 rows as [n_layers, count, width]; a width may be split into [n_heads, head_dim], one layer may go unsaid."""
-    cdef cnp.ndarray rows
-    if is_ready(array) and has_shape(<cnp.ndarray>array, n_layers, count, n_heads, head_dim):
-        rows = <cnp.ndarray>array
+        object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
+    """Rows as [n_layers, count, width]; a width may be split into [n_heads, head_dim], one layer may go unsaid."""
+    cdef object rows
+    if (is_ready(array) or is_own(array, dtype)) and has_shape(
+            <cnp.ndarray>array, n_layers, count, n_heads, head_dim):
+        rows = array
     else:
-        rows = check_rows(array, name, n_layers, count, n_heads, head_dim)
+        rows = check_rows(array, name, dtype, n_layers, count, n_heads, head_dim)
+    if cnp.PyArray_TYPE(<cnp.ndarray>rows) == cnp.NPY_FLOAT16:
+        rows = rows.view(np.uint16)
     return rows.reshape(n_layers, count, n_heads * head_dim)
 
 
 cdef cnp.ndarray as_step(
-        object array, str name, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim):
+        object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim):
     # All allowed spellings have the same bytes in the same order, so no reshape is needed.
-    if is_ready(array) and has_shape(<cnp.ndarray>array, n_layers, -1, n_heads, head_dim):
+    if (is_ready(array) or is_own(array, dtype)) and has_shape(<cnp.ndarray>array, n_layers, -1, n_heads, head_dim):
         return <cnp.ndarray>array
-    return check_rows(array, name, n_layers, -1, n_heads, head_dim)
+    return check_rows(array, name, dtype, n_layers, -1, n_heads, head_dim)
+
+
+cdef bint is_float32(cnp.ndarray rows) noexcept:
+    return cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT32
 
 
 cdef inline bint fits(cnp.ndarray array, tuple shape):
@@ -246,6 +278,10 @@ cdef cnp.ndarray empty_rows(tuple shape):
     n_bytes = 4
     for n in shape:
         n_bytes *= n
+    return empty_bytes(n_bytes).view(np.float32).reshape(shape)
+
+
+cdef cnp.ndarray empty_bytes(object n_bytes):
     # Large memory starts on a huge page: NumPy asks the system for such pages where it grants them.
     alignment = HUGE_PAGE if n_bytes >= 2 * HUGE_PAGE else CACHE_LINE
     if n_bytes > PY_SSIZE_T_MAX - HUGE_PAGE:
@@ -255,7 +291,7 @@ cdef cnp.ndarray empty_rows(tuple shape):
     except MemoryError:
         raise MemoryError(f"cannot allocate {n_bytes} bytes for rows of K or V") from None
     start = -raw.ctypes.data % alignment
-    return raw[start:start + n_bytes].view(np.float32).reshape(shape)
+    return raw[start:start + n_bytes]
 
 
 cdef extern from "Python.h":

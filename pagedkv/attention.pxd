@@ -1,15 +1,16 @@
 # Attention for whoever has a batch ready. See attention.pyx.
 
-from pagedkv._kernels.attend cimport KvView, QuerySpan
+from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan
 from pagedkv.store cimport PagedKvStore
 
 # One layer of a store, as the kernels see it.
 cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept
 
 # Checks q and the options, refuses what would read dropped positions, makes out (and lse), and computes
-# without the GIL. The caller keeps the tables, spans and K/V alive and unchanged until it returns.
+# without the GIL. The caller keeps the tables, spans and K/V alive and unchanged until it returns; its shelf keeps the
+# plan for the next layer of the same batch.
 cdef object attend_rows(
-    object q, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
+    object q, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
     object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
     object out, object return_lse, int n_threads)
 

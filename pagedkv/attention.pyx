@@ -9,11 +9,15 @@ from libc.float cimport FLT_MIN
 from libc.math cimport isfinite, sqrt
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
 from pagedkv._arrays cimport (
     as_float32, as_index, as_native, as_result, as_size, as_thread_count, check_apart, describe, empty_floats)
-from pagedkv._kernels.attend cimport AttendOptions, KvView, QuerySpan, attend_batch
+from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
+from pagedkv._kernels.plan cimport (
+    AttendOptions, AttendPlan, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
+from pagedkv._kernels.simd cimport SIMD_F32
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
@@ -104,7 +108,9 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     cdef tuple lens = as_query_lens(1 if query_lens is None else query_lens, n_caches)
     cdef PagedKvCache cache
     cdef QuerySpan* spans
+    cdef PlanShelf shelf
     cdef KvView kv
+    memset(&shelf, 0, sizeof(shelf))
     n_rows = as_size(sum(lens), "query_lens", 0, MAX_ROWS)
     view_layer(&kv, store, index)
     spans = <QuerySpan*>calloc(max(n_caches, 1), sizeof(QuerySpan))
@@ -124,11 +130,12 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
             spans[i].first_position = cache.n_dropped * store.block_size
             spans[i].first_row = row
             row += spans[i].query_len
-        return attend_rows(q, &kv, spans, n_caches, n_rows, scale, window, softcap, sinks, alibi_slopes, causal,
+        return attend_rows(q, &kv, &shelf, spans, n_caches, n_rows, scale, window, softcap, sinks, alibi_slopes, causal,
                            out, return_lse, threads)
     finally:
         for i in range(n_reading):
             (<PagedKvCache>batch[i]).end_read()
+        free_plans(&shelf)
         free(spans)
 
 
@@ -175,59 +182,72 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
     cdef Py_ssize_t k_width = k_rows.size // s if s else width_of(k_rows)
     cdef Py_ssize_t v_width = v_rows.size // len(v_rows) if len(v_rows) else width_of(v_rows)
     cdef int32_t table = 0
+    cdef Py_ssize_t head_dim = q_rows.shape[2]
+    cdef Py_ssize_t n_kv_heads = k_rows.shape[1] if k_rows.ndim == 3 else k_width // max(1, head_dim)
     cdef QuerySpan span
+    cdef PlanShelf shelf
     cdef KvView kv
-    kv.head_dim = q_rows.shape[2]
-    kv.n_kv_heads = k_rows.shape[1] if k_rows.ndim == 3 else k_width // max(1, kv.head_dim)
-    if kv.head_dim == 0 or kv.n_kv_heads == 0 or k_width != kv.n_kv_heads * kv.head_dim:
-        raise ValueError(f"k: expected heads of {kv.head_dim} values, as q has, got {describe(k_rows)}")
-    if len(v_rows) != s or v_width == 0 or v_width % kv.n_kv_heads or (
-            v_rows.ndim == 3 and v_rows.shape[1] != kv.n_kv_heads):
-        raise ValueError(f"v: expected {s} rows of {kv.n_kv_heads} heads, as k has, got {describe(v_rows)}")
-    kv.v_head_dim = v_width // kv.n_kv_heads
-    kv.k, kv.v = <const float*>cnp.PyArray_DATA(k_rows), <const float*>cnp.PyArray_DATA(v_rows)
-    kv.k_width, kv.v_width = k_width, v_width
+    memset(&shelf, 0, sizeof(shelf))
+    if head_dim == 0 or n_kv_heads == 0 or k_width != n_kv_heads * head_dim:
+        raise ValueError(f"k: expected heads of {head_dim} values, as q has, got {describe(k_rows)}")
+    if len(v_rows) != s or v_width == 0 or v_width % n_kv_heads or (
+            v_rows.ndim == 3 and v_rows.shape[1] != n_kv_heads):
+        raise ValueError(f"v: expected {s} rows of {n_kv_heads} heads, as k has, got {describe(v_rows)}")
+    kv.dtype = SIMD_F32
+    kv.n_kv_heads = n_kv_heads
     kv.block_size = max(1, s)
+    view_floats(&kv.k, k_rows, k_width, head_dim)
+    view_floats(&kv.v, v_rows, v_width, v_width // n_kv_heads)
     if as_flag(causal, "causal") and n > s:
         raise ValueError(f"q: expected at most the {s} rows of k while causal, got {n}")
     if out is not None:
-        check_apart(as_result(out, "out", (n, q_rows.shape[1], kv.v_head_dim)), "out", k_rows, "k")
+        check_apart(as_result(out, "out", (n, q_rows.shape[1], kv.v.head_dim)), "out", k_rows, "k")
         check_apart(out, "out", v_rows, "v")
     span.table = &table
     span.seq_len = s
     span.first_position = 0
     span.query_len = n
     span.first_row = 0
-    return attend_rows(q_rows, &kv, &span, 1, n, scale, window, softcap, sinks, alibi_slopes, causal, out,
-                       return_lse, threads)
+    try:
+        return attend_rows(q_rows, &kv, &shelf, &span, 1, n, scale, window, softcap, sinks, alibi_slopes, causal, out,
+                           return_lse, threads)
+    finally:
+        free_plans(&shelf)
+
+
+cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssize_t head_dim) noexcept:
+    """Contiguous rows as the kernels see them."""
+    view.rows = <const char*>cnp.PyArray_DATA(rows)
+    view.row_bytes = width * sizeof(float)
+    view.head_bytes = head_dim * sizeof(float)
+    view.head_dim = head_dim
+    view.scales = 0
 
 
 # --- for whoever has a batch ready -------------------------------------------------------------------
 
 cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept:
-    kv.k = &store.k[layer, 0, 0]
-    kv.v = &store.v[layer, 0, 0]
-    kv.k_width = store.k.shape[2]
-    kv.v_width = store.v.shape[2]
+    store.k.view_layer(&kv.k, layer)
+    store.v.view_layer(&kv.v, layer)
+    kv.dtype = store.kind
     kv.block_size = store.block_size
     kv.n_kv_heads = store.n_kv_heads
-    kv.head_dim = store.head_dim
-    kv.v_head_dim = store.v_head_dim
 
 
 cdef object attend_rows(
-        object q, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
+        object q, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
         object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
         object out, object return_lse, int n_threads):
-    cdef cnp.ndarray q_rows = as_float32(q, "q", (n_rows, None, kv.head_dim))
+    cdef cnp.ndarray q_rows = as_float32(q, "q", (n_rows, None, kv.k.head_dim))
     cdef Py_ssize_t n_q_heads = q_rows.shape[1]
     cdef cnp.ndarray result, lse, sink_row, slope_row
     cdef AttendOptions options
+    cdef const AttendPlan* plan
     cdef float* lse_data = NULL
-    cdef int failed
+    cdef bint failed = True
     if n_q_heads == 0 or n_q_heads % kv.n_kv_heads:
         raise ValueError(f"q: expected a multiple of {kv.n_kv_heads} heads, got {describe(q_rows)}")
-    options.scale = 1 / sqrt(kv.head_dim) if scale is None else as_real(scale, "scale", False)
+    options.scale = 1 / sqrt(kv.k.head_dim) if scale is None else as_real(scale, "scale", False)
     options.softcap = 0 if softcap is None else as_real(softcap, "softcap", True)
     options.window = 0 if window is None else as_size(window, "window", 1, MAX_POSITIONS)
     options.causal = as_flag(causal, "causal")
@@ -239,7 +259,7 @@ cdef object attend_rows(
         slope_row = as_float32(alibi_slopes, "alibi_slopes", (n_q_heads,))
         options.alibi_slopes = <const float*>cnp.PyArray_DATA(slope_row)
     check_readable(spans, n_spans, &options)
-    result = as_result(out, "out", (n_rows, n_q_heads, kv.v_head_dim))
+    result = as_result(out, "out", (n_rows, n_q_heads, kv.v.head_dim))
     if out is not None:
         check_apart(result, "out", q_rows, "q")
         if sinks is not None:
@@ -250,9 +270,11 @@ cdef object attend_rows(
         lse = empty_floats((n_rows, n_q_heads))
         lse_data = <float*>cnp.PyArray_DATA(lse)
     with nogil:
-        failed = attend_batch(
-            <float*>cnp.PyArray_DATA(result), lse_data, <const float*>cnp.PyArray_DATA(q_rows), kv, spans, n_spans,
-            n_q_heads, &options, n_threads)
+        plan = find_plan(shelf, kv, spans, n_spans, n_q_heads, &options)
+        if plan is not NULL:
+            failed = run_attend(
+                plan, <float*>cnp.PyArray_DATA(result), lse_data, <const float*>cnp.PyArray_DATA(q_rows), kv, &options,
+                n_threads)
     if failed:
         raise MemoryError("attention: cannot allocate the memory for intermediate sums")
     return result if lse_data is NULL else (result, lse)

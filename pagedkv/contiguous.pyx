@@ -4,6 +4,7 @@ cimport cython
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_native, as_rows, as_size, as_step, describe, empty_rows
+from pagedkv._kernels.simd cimport SIMD_F32
 cimport numpy as cnp
 
 import numpy as np
@@ -204,8 +205,8 @@ cdef class KvCache:
         TypeError, ValueError
             Another dtype or shape.
         """
-        cdef cnp.ndarray k = as_step(k_step, "k_step", 1, self.n_kv_heads, self.head_dim)
-        cdef cnp.ndarray v = as_step(v_step, "v_step", 1, self.n_kv_heads, self.v_head_dim)
+        cdef cnp.ndarray k = as_step(k_step, "k_step", SIMD_F32, 1, self.n_kv_heads, self.head_dim)
+        cdef cnp.ndarray v = as_step(v_step, "v_step", SIMD_F32, 1, self.n_kv_heads, self.v_head_dim)
         if self.seq_len == self.usable:
             self.make_room(self.seq_len + 1)
         memcpy(&self.k_rows[self.seq_len, 0], cnp.PyArray_DATA(k), self.k_rows.shape[1] * sizeof(float))
@@ -224,8 +225,8 @@ cdef class KvCache:
         """
         cdef object rows = as_native(k, "k", f"float32 [n, {self.k_rows.shape[1]}]")
         cdef Py_ssize_t n = len(rows) if rows.ndim else 0
-        k_new = as_rows(rows, "k", 1, n, self.n_kv_heads, self.head_dim)[0]
-        v_new = as_rows(v, "v", 1, n, self.n_kv_heads, self.v_head_dim)[0]
+        k_new = as_rows(rows, "k", SIMD_F32, 1, n, self.n_kv_heads, self.head_dim)[0]
+        v_new = as_rows(v, "v", SIMD_F32, 1, n, self.n_kv_heads, self.v_head_dim)[0]
         cdef Py_ssize_t start = self.seq_len
         self.resize(start + n)
         np.asarray(self.k_rows)[start:start + n] = k_new

@@ -9,9 +9,9 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_step, describe, empty_ids
+from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids, is_float32
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._kernels.rows cimport append_rows, gather_blocks, put_step
+from pagedkv._rows cimport BlockRows, GivenRows
 from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport NOGIL_FROM, PagedKvStore
@@ -95,7 +95,8 @@ cdef class PagedKvCache(BlockTable):
         store : PagedKvStore
         k_step, v_step : array, float32
             ``[width]`` or ``[n_kv_heads, head_dim]``; one row a layer, ``[n_layers, ...]``, where the
-            store has several layers.
+            store has several layers. A float16 store takes float16 rows too, as they are, and a bfloat16
+            store the bits of bfloat16 as uint16.
 
         Raises
         ------
@@ -104,22 +105,24 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             Rows of another dtype or shape; another store; in use by a running call.
         """
-        cdef cnp.ndarray k = store.apart(as_step(k_step, "k_step", store.n_layers, store.n_kv_heads, store.head_dim))
-        cdef cnp.ndarray v = store.apart(as_step(v_step, "v_step", store.n_layers, store.n_kv_heads, store.v_head_dim))
-        cdef const float* k_rows = <const float*>cnp.PyArray_DATA(k)
-        cdef const float* v_rows = <const float*>cnp.PyArray_DATA(v)
+        cdef BlockRows k_rows = store.k, v_rows = store.v
+        cdef cnp.ndarray k = store.given_step(k_step, "k_step", k_rows)
+        cdef cnp.ndarray v = store.given_step(v_step, "v_step", v_rows)
+        cdef const char* k_data = <const char*>cnp.PyArray_DATA(k)
+        cdef const char* v_data = <const char*>cnp.PyArray_DATA(v)
+        cdef bint k_is_float = is_float32(k), v_is_float = is_float32(v)
         cdef Py_ssize_t row
         self.begin_write(store)
         try:
             self.prepare(store, 1)
             row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
             if store.step_bytes < NOGIL_FROM:
-                put_step(store.k, row, k_rows)
-                put_step(store.v, row, v_rows)
+                k_rows.put(row, k_data, k_is_float)
+                v_rows.put(row, v_data, v_is_float)
             else:
                 with nogil:
-                    put_step(store.k, row, k_rows)
-                    put_step(store.v, row, v_rows)
+                    k_rows.put(row, k_data, k_is_float)
+                    v_rows.put(row, v_data, v_is_float)
             self.length += 1
         finally:
             self.end_write()
@@ -134,7 +137,7 @@ cdef class PagedKvCache(BlockTable):
         store : PagedKvStore
         k, v : array, float32
             ``[count, width]`` or ``[count, n_kv_heads, head_dim]``, with a leading ``n_layers`` axis
-            where the store has several layers. Strided arrays are copied first.
+            where the store has several layers. Strided arrays are copied first. 16-bit rows as for `push`.
         count : int
             Rows to append; all that ``k`` and ``v`` have.
 
@@ -147,22 +150,17 @@ cdef class PagedKvCache(BlockTable):
             As for `push`.
         """
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
-        cdef const float[:, :, ::1] k_rows = store.apart(
-            as_rows(k, "k", store.n_layers, n, store.n_kv_heads, store.head_dim))
-        cdef const float[:, :, ::1] v_rows = store.apart(
-            as_rows(v, "v", store.n_layers, n, store.n_kv_heads, store.v_head_dim))
+        cdef BlockRows k_rows = store.k, v_rows = store.v
+        cdef GivenRows k_given = store.given_rows(k, "k", k_rows, store.n_layers, n)
+        cdef GivenRows v_given = store.given_rows(v, "v", v_rows, store.n_layers, n)
         cdef int n_threads = resolve_threads(0)
-        cdef Py_ssize_t layer
         self.begin_write(store)
         try:
             if n:
                 self.prepare(store, n)
                 with nogil:
-                    for layer in range(store.n_layers):
-                        append_rows(store.k[layer], k_rows[layer], self.table,
-                                    self.block_size, self.length, n, n_threads)
-                        append_rows(store.v[layer], v_rows[layer], self.table,
-                                    self.block_size, self.length, n, n_threads)
+                    k_rows.append(k_given, self.table, self.length, n, n_threads)
+                    v_rows.append(v_given, self.table, self.length, n, n_threads)
                 self.length += n
         finally:
             self.end_write()
@@ -429,6 +427,7 @@ cdef class PagedKvCache(BlockTable):
         """
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
         cdef int n_threads = resolve_threads(0)
+        cdef BlockRows k_rows = store.k, v_rows = store.v
         cdef KvCache target
         cdef float[:, ::1] k, v
         if out is None:
@@ -447,8 +446,8 @@ cdef class PagedKvCache(BlockTable):
             v = target.v_rows
             if self.length:
                 with nogil:
-                    gather_blocks(k, store.k[index], self.table, self.block_size, self.length, n_threads)
-                    gather_blocks(v, store.v[index], self.table, self.block_size, self.length, n_threads)
+                    k_rows.gather(k, index, self.table, self.length, n_threads)
+                    v_rows.gather(v, index, self.table, self.length, n_threads)
         finally:
             self.end_read()
         return target

@@ -14,10 +14,10 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_index, as_rows, as_size, as_thread_count, empty_ids, empty_slots
-from pagedkv._kernels.attend cimport KvView, QuerySpan
+from pagedkv._arrays cimport as_index, as_size, as_thread_count, empty_ids, empty_slots
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._kernels.rows cimport scatter_rows
+from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
+from pagedkv._rows cimport BlockRows, GivenRows
 from pagedkv._table cimport blocks_for
 from pagedkv.attention cimport as_caches, as_query_lens, attend_rows, view_layer
 from pagedkv.sequence cimport PagedKvCache
@@ -101,6 +101,7 @@ cdef class Step:
     cdef bint busy                  # a write or attend is running
     cdef Change* changes
     cdef QuerySpan* spans
+    cdef PlanShelf plans            # made once, for all layers of one kind
     cdef int32_t[::1] taken         # every block this step took
     cdef Py_ssize_t n_taken
     cdef int32_t[::1] private_ids   # memory of the private tables
@@ -121,6 +122,7 @@ cdef class Step:
     def __dealloc__(self):
         if self.state == OPEN:
             self.undo()
+        free_plans(&self.plans)
         free(self.changes)
         free(self.spans)
 
@@ -196,7 +198,7 @@ cdef class Step:
         layer : int
         k, v : array, float32
             ``[n_rows, width]`` or ``[n_rows, n_kv_heads, head_dim]``: the rows of all sequences, one
-            after the other. Writing a layer again replaces its rows.
+            after the other. Writing a layer again replaces its rows. 16-bit rows as for `PagedKvCache.push`.
 
         Raises
         ------
@@ -207,14 +209,13 @@ cdef class Step:
         """
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
-        cdef const float[:, :, ::1] k_rows = store.apart(
-            as_rows(k, "k", 1, self.n_rows, store.n_kv_heads, store.head_dim))
-        cdef const float[:, :, ::1] v_rows = store.apart(
-            as_rows(v, "v", 1, self.n_rows, store.n_kv_heads, store.v_head_dim))
+        cdef BlockRows k_rows = store.k, v_rows = store.v
+        cdef GivenRows k_given = store.given_rows(k, "k", k_rows, 1, self.n_rows)
+        cdef GivenRows v_given = store.given_rows(v, "v", v_rows, 1, self.n_rows)
         self.begin_call()
         with nogil:
-            scatter_rows(store.k[index], k_rows[0], self.slots, self.n_rows, self.n_threads)
-            scatter_rows(store.v[index], v_rows[0], self.slots, self.n_rows, self.n_threads)
+            k_rows.scatter(index, k_given, self.slots, self.n_rows, self.n_threads)
+            v_rows.scatter(index, v_given, self.slots, self.n_rows, self.n_threads)
         self.written[index] = 1
         self.busy = False
 
@@ -250,7 +251,7 @@ cdef class Step:
                 raise RuntimeError(f"step: layer {index} was not written yet")
             view_layer(&kv, self.store, index)
             return attend_rows(
-                q, &kv, self.spans, self.n_caches, self.n_rows, scale, window, softcap, sinks,
+                q, &kv, &self.plans, self.spans, self.n_caches, self.n_rows, scale, window, softcap, sinks,
                 alibi_slopes, causal, out, return_lse, self.n_threads)
         finally:
             self.busy = False

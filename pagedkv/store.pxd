@@ -1,6 +1,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+from pagedkv._rows cimport BlockRows, GivenRows
 from pagedkv.allocator cimport BlockAllocator
 
 # Below this, releasing the GIL costs more than the copy it would let others overlap with.
@@ -12,10 +13,10 @@ cdef class PagedKvStore:
     cdef object __weakref__
     cdef readonly Py_ssize_t block_size, n_layers, n_kv_heads, head_dim, v_head_dim
     cdef BlockAllocator blocks
-    cdef float[:, :, ::1] k             # [n_layers, total_blocks * block_size, k_width]
-    cdef float[:, :, ::1] v             # [n_layers, total_blocks * block_size, v_width]
-    cdef object k_blocks                # the same bytes, read-only: [n_layers, total_blocks, block_size, k_width]
-    cdef object v_blocks
+    cdef readonly str dtype
+    cdef int kind                       # the same, as SIMD_F32 ...
+    cdef BlockRows k
+    cdef BlockRows v
     cdef Py_ssize_t step_bytes          # K and V of one position, all layers
     cdef bint debug
     cdef Py_ssize_t copies_on_write
@@ -28,15 +29,17 @@ cdef class PagedKvStore:
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
     # One holder less for each id that has one: the way out when nothing may be raised.
     cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
-    # The first n rows of a block, in all layers, to another block.
-    # `copy_shared_rows` releases the GIL where there is enough to copy.
-    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
+    # What a caller gave, checked: one row a layer of K or of V, and n rows of each of n_layers. TypeError or ValueError
+    # names it. Rows that lie in the store's own memory are copied, so that no move overlaps itself.
     cdef cnp.ndarray apart(self, cnp.ndarray rows)
-    cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
+    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows)
+    cdef GivenRows given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n)
+    # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
     # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1
     cdef int after_change(self) except -1
 
-    cdef object view(self, object rows, object id, object layer)
+    cdef object view(self, object blocks, object id, object layer)
     cdef Py_ssize_t held_id(self, object id, str name) except -1
     cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept

@@ -2,11 +2,10 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.math cimport NAN
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_rows
-from pagedkv._kernels.rows cimport copy_rows, fill_rows
+from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_step, describe
+from pagedkv._rows cimport BlockRows, GivenRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator
 
 from collections import Counter
@@ -17,7 +16,6 @@ from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.stats import StoreStats
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX
-cdef object FLOAT32 = np.dtype(np.float32)
 
 
 @cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
@@ -36,8 +34,9 @@ cdef class PagedKvStore:
         Layers that share one block table: block ``i`` has rows in each of them.
     v_head_dim : int, optional
         Width of a V head where it is not ``head_dim``.
-    dtype : dtype-like, optional
-        What a value is stored as: float32.
+    dtype : str or dtype-like, optional
+        What a value is stored as: "float32"; "float16" or "bfloat16", half the bytes; or "int8", a
+        quarter, with a float32 scale for each row and head. Rows go in and come out as float32 all the same.
     prefault : bool, optional
         Touch all memory now. Without it a block costs memory from its first write on.
     debug : bool, optional
@@ -54,6 +53,9 @@ cdef class PagedKvStore:
     Notes
     -----
     Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``.
+
+    Rounding: to nearest, ties to even. An int8 head is scaled by its greatest magnitude / 127; one
+    with a value that is not finite reads as NaN.
 
     Threads: any number of threads may use a store at once. Counts change atomically; bytes are
     moved without the GIL.
@@ -72,7 +74,10 @@ cdef class PagedKvStore:
     def __cinit__(self):
         # Until __init__ has run, a store of no blocks, on which every request is refused.
         self.blocks = BlockAllocator(0)
+        self.k = BlockRows()
+        self.v = BlockRows()
         self.block_size = 1
+        self.dtype = "float32"
 
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
@@ -81,16 +86,13 @@ cdef class PagedKvStore:
         cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
         cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
-        cdef object rows
         cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
         cdef bint touch = bool(prefault), checked = bool(debug)
-        check_dtype(dtype)
-        cdef object k = empty_rows((int(layers), int(total), int(size), int(heads) * int(k_dim)))
-        cdef object v = empty_rows((int(layers), int(total), int(size), int(heads) * int(v_dim)))
+        cdef str name = dtype_name(dtype)
+        cdef int kind = dtype_kind(name)
+        k = BlockRows(kind, int(layers), int(total), size, heads, k_dim, touch)
+        v = BlockRows(kind, int(layers), int(total), size, heads, v_dim, touch)
         blocks = BlockAllocator(total)
-        if touch:
-            k.fill(0)
-            v.fill(0)
         # Asked last: what came before may have run the caller's code.
         if self.blocks.total:
             raise RuntimeError("PagedKvStore: __init__ runs once")
@@ -99,15 +101,11 @@ cdef class PagedKvStore:
         self.head_dim = k_dim
         self.v_head_dim = v_dim
         self.n_layers = layers
-        self.k = k.reshape(layers, total * size, heads * k_dim)
-        self.v = v.reshape(layers, total * size, heads * v_dim)
-        for rows in (k, v):
-            # Views that are handed out must not be made writable again: NumPy asks the owner.
-            rows.base.flags.writeable = False
-            rows.flags.writeable = False
-        self.k_blocks = k
-        self.v_blocks = v
-        self.step_bytes = layers * heads * (k_dim + v_dim) * sizeof(float)
+        self.dtype = name
+        self.kind = kind
+        self.k = k
+        self.v = v
+        self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
         self.debug = checked
         self.blocks = blocks
 
@@ -140,7 +138,9 @@ cdef class PagedKvStore:
         # Python's integers: a product of sizes that fit 64 bits need not.
         cdef list n = [int(as_size(size, name, 1, MAX_SIZE)) for name, size in sizes.items()]
         cdef object budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
-        cdef object block_bytes = n[0] * n[1] * n[2] * (n[3] + n[4]) * check_dtype(dtype).itemsize
+        cdef int kind = dtype_kind(dtype_name(dtype))
+        k_bytes, v_bytes = (row_layout(kind, n[2], dim)[0] for dim in n[3:])
+        cdef object block_bytes = n[0] * n[1] * (k_bytes + v_bytes)
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
         return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
@@ -161,26 +161,21 @@ cdef class PagedKvStore:
     @property
     def k_width(self):
         """Values of a K row of one layer: ``n_kv_heads * head_dim``."""
-        return self.k.shape[2]
+        return self.k.n_heads * self.k.head_dim
 
     @property
     def v_width(self):
         """Values of a V row of one layer: ``n_kv_heads * v_head_dim``."""
-        return self.v.shape[2]
-
-    @property
-    def dtype(self):
-        """What a value is stored as."""
-        return FLOAT32
+        return self.v.n_heads * self.v.head_dim
 
     @property
     def nbytes(self):
-        """Bytes of K and V of all blocks and layers."""
-        return self.k_blocks.nbytes + self.v_blocks.nbytes
+        """Bytes of K and V of all blocks and layers, an int8 store's scales included."""
+        return self.blocks.total * self.block_size * self.step_bytes
 
     def __repr__(self):
         return (f"{type(self).__name__}(block_size={self.block_size}, total_blocks={self.blocks.total}, "
-                f"n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, n_layers={self.n_layers}, "
+                f"n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, n_layers={self.n_layers}, dtype={self.dtype!r}, "
                 f"free_block_count={self.blocks.n_free()})")
 
     def __reduce__(self):
@@ -189,7 +184,7 @@ cdef class PagedKvStore:
     # --- reading ---
 
     def k_row(self, id, offset, layer=0):
-        """The K row of one position, as a read-only float32 view ``[k_width]``.
+        """The K row of one position, as a read-only view ``[k_width]`` of what is stored.
 
         Parameters
         ----------
@@ -199,6 +194,11 @@ cdef class PagedKvStore:
             Row in the block, 0 to ``block_size - 1``. A row that was not written yet holds anything.
         layer : int, optional
 
+        Returns
+        -------
+        float32, float16 or int8 array, or the bits of bfloat16 as uint16
+            The int8 values of head ``h`` stand for themselves times ``k_scales(id, layer)[offset, h]``.
+
         Raises
         ------
         IndexError
@@ -206,23 +206,42 @@ cdef class PagedKvStore:
         ValueError
             Nobody holds the block.
         """
-        return self.view(self.k_blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+        return self.view(self.k.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
 
     def v_row(self, id, offset, layer=0):
-        """The V row of one position, as a read-only float32 view ``[v_width]``. See `k_row`."""
-        return self.view(self.v_blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+        """The V row of one position, as a read-only view ``[v_width]``. See `k_row`."""
+        return self.view(self.v.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
 
     def k_block(self, id, layer=0):
-        """The K rows of a block, as a read-only float32 view ``[block_size, k_width]``. See `k_row`."""
-        return self.view(self.k_blocks, id, layer)
+        """The K rows of a block, as a read-only view ``[block_size, k_width]``. See `k_row`."""
+        return self.view(self.k.blocks, id, layer)
 
     def v_block(self, id, layer=0):
-        """The V rows of a block, as a read-only float32 view ``[block_size, v_width]``. See `k_row`."""
-        return self.view(self.v_blocks, id, layer)
+        """The V rows of a block, as a read-only view ``[block_size, v_width]``. See `k_row`."""
+        return self.view(self.v.blocks, id, layer)
 
-    cdef object view(self, object rows, object id, object layer):
+    def k_scales(self, id, layer=0):
+        """The scales of a block's K rows in an int8 store: a read-only float32 view ``[block_size, n_kv_heads]``.
+
+        Raises
+        ------
+        ValueError
+            The store is not int8; nobody holds the block.
+        IndexError
+            ``id`` or ``layer`` out of range.
+        """
+        return self.view(self.k.scales, id, layer)
+
+    def v_scales(self, id, layer=0):
+        """The scales of a block's V rows in an int8 store. See `k_scales`."""
+        return self.view(self.v.scales, id, layer)
+
+    cdef object view(self, object blocks, object id, object layer):
         cdef Py_ssize_t block = self.held_id(id, "id")
-        return rows[as_index(layer, "layer", self.n_layers), block]
+        cdef Py_ssize_t index = as_index(layer, "layer", self.n_layers)
+        if blocks is None:
+            raise ValueError(f"dtype: only an int8 store has scales, this one is {self.dtype}")
+        return blocks[index, block]
 
     cdef Py_ssize_t held_id(self, object id, str name) except -1:
         cdef Py_ssize_t block = as_index(id, name, self.blocks.total)
@@ -359,26 +378,33 @@ cdef class PagedKvStore:
 
     cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """Fill those blocks that nobody holds but who named these ids with NaN."""
-        cdef Py_ssize_t i, layer, size = self.block_size
+        cdef Py_ssize_t i
         for block, count in Counter([ids[i] for i in range(n)]).items():
             if self.blocks.counts[<int32_t>block] == count:
-                for layer in range(self.n_layers):
-                    fill_rows(self.k[layer], <int32_t>block * size, size, NAN)
-                    fill_rows(self.v[layer], <int32_t>block * size, size, NAN)
+                self.k.erase_block(block)
+                self.v.erase_block(block)
+
+    # --- bytes ---
+
+    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows):
+        return self.apart(as_step(array, name, self.kind, self.n_layers, rows.n_heads, rows.head_dim))
+
+    cdef GivenRows given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n):
+        return rows.given(self.apart(as_rows(array, name, self.kind, n_layers, n, rows.n_heads, rows.head_dim)))
 
     cdef cnp.ndarray apart(self, cnp.ndarray rows):
-        """The rows, or a copy where they are a view of this store: no copy may overlap what it writes."""
-        cdef const char* start = <const char*>cnp.PyArray_DATA(rows)
-        if lies_in(start, self.k) or lies_in(start, self.v):
-            return rows.copy()
-        return rows
+        """The rows, or a copy where they are a view of this store."""
+        return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
 
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        cdef BlockRows k = self.k, v = self.v
         if n * self.step_bytes < NOGIL_FROM:
-            self.copy_block_rows(dst, src, n)
+            k.copy_block(dst, src, n)
+            v.copy_block(dst, src, n)
         else:
             with nogil:
-                self.copy_block_rows(dst, src, n)
+                k.copy_block(dst, src, n)
+                v.copy_block(dst, src, n)
 
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
         # Sorted, so that a block's occurrences are counted without a table of all blocks.
@@ -395,12 +421,6 @@ cdef class PagedKvStore:
                 raise ValueError(f"{name}: expected no block more often than it has holders, got {ordered[first]} "
                                  f"{i - first} times, with {self.blocks.counts[ordered[first]]}")
         return 0
-
-    cdef void copy_block_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
-        cdef Py_ssize_t layer, size = self.block_size
-        for layer in range(self.n_layers):
-            copy_rows(self.k[layer], dst * size, src * size, n)
-            copy_rows(self.v[layer], dst * size, src * size, n)
 
     # --- looking after it ---
 
@@ -444,25 +464,6 @@ cdef class PagedKvStore:
         if self.debug:
             self.check()
         return 0
-
-
-cdef inline bint lies_in(const char* address, float[:, :, ::1] rows) noexcept:
-    cdef const char* start
-    if rows.shape[0] == 0:
-        return False
-    start = <const char*>&rows[0, 0, 0]
-    return start <= address < start + rows.shape[0] * rows.shape[1] * rows.shape[2] * <Py_ssize_t>sizeof(float)
-
-
-cdef check_dtype(dtype):
-    """The NumPy dtype of a store's values."""
-    try:
-        result = np.dtype(dtype) if dtype is not None else None
-    except Exception:  # a dtype is parsed, and may run code of the caller's
-        result = None
-    if result != FLOAT32:
-        raise ValueError(f"dtype: expected float32, got {dtype!r}")
-    return result
 
 
 cdef extern from "Python.h":

@@ -29,7 +29,7 @@ def set_num_threads(n: int) -> None:
     set_limit(as_thread_count(n, "n"))
 
 
-def _usable_cpus() -> int:
+def usable_cpus() -> int:
     """CPUs in the affinity mask, or as many as the control group's quota pays for."""
     try:
         n_cpus = len(os.sched_getaffinity(0))
@@ -59,7 +59,7 @@ def _cgroup_cpus() -> int:
 def _default_threads() -> int:
     text = os.environ.get("PAGEDKV_NUM_THREADS", "")
     if not text:
-        return min(_usable_cpus(), 256)
+        return min(usable_cpus(), 256)
     try:
         return as_thread_count(int(text), "PAGEDKV_NUM_THREADS")
     except ValueError:

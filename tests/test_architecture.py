@@ -19,8 +19,8 @@ FLOORS = [
     ["_kernels"],  # C-level only
     ["errors", "stats"],  # plain values
     ["_arrays"],  # what the caller gave, checked
-    ["allocator"],
-    ["store", "threads"],
+    ["allocator", "_rows", "threads"],
+    ["store", "cpu"],
     ["contiguous", "_table"],
     ["sequence"],
     ["attention"],

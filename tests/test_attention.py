@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagedkv
-from pagedkv._kernels import attend
+from pagedkv._kernels import simd as kernels
 
-SETS = attend.list_simd()
+SETS = kernels.list_simd()
 
 
 @pytest.fixture(params=SETS)
 def simd(request):
     """Each instruction set in turn."""
-    before = attend.get_simd()
-    attend.set_simd(request.param)
+    before = kernels.get_simd()
+    kernels.set_simd(request.param)
     yield request.param
-    attend.set_simd(before)
+    kernels.set_simd(before)
 
 
 def rows(rng, *shape):
@@ -217,15 +217,15 @@ class TestNumbers:
     def test_exp(self, simd):
         x = -np.geomspace(1e-30, 87.3, 1 << 16, dtype=np.float32)
         got = x.copy()
-        attend.apply_exp(got)
+        kernels.apply_exp(got)
         exact = np.exp(x.astype(np.float64))
         assert np.abs(got / exact - 1).max() < 1.5e-7
         special = np.zeros(32, np.float32)
         special[:5] = 0, -87.4, -1e4, -np.inf, np.nan
-        attend.apply_exp(special)
+        kernels.apply_exp(special)
         np.testing.assert_array_equal(special[:5], [1, 0, 0, 0, np.nan])
         with pytest.raises(ValueError, match="multiple"):
-            attend.apply_exp(np.zeros(3, np.float32))
+            kernels.apply_exp(np.zeros(3, np.float32))
 
     def test_tanh(self, simd):
         """softcap 1 and one position: lse is the capped score."""
@@ -272,7 +272,7 @@ class TestSameBits:
 
     @pytest.mark.parametrize("forced", SETS)
     def test_forced_by_the_environment(self, forced):
-        code = "from pagedkv._kernels import attend; print(attend.get_simd())"
+        code = "from pagedkv._kernels import simd; print(simd.get_simd())"
         done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PAGEDKV_SIMD": forced},
                               capture_output=True, text=True, check=True)
         assert done.stdout.strip() == forced
@@ -311,13 +311,13 @@ def batches(draw):
 @given(batches())
 def test_random_batches(batch):
     lengths, query_lens, shape, options, simd, seed = batch
-    before = attend.get_simd()
-    attend.set_simd(simd)
+    before = kernels.get_simd()
+    kernels.set_simd(simd)
     try:
         if lengths:
             check(np.random.default_rng(seed), lengths, query_lens, **shape, **options)
     finally:
-        attend.set_simd(before)
+        kernels.set_simd(before)
 
 
 # --- arguments ---------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class TestTensors:
         values = np.array([[1.0, -2.5, 3e38, 0.0]], np.float32)
         values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
         tensor = self.torch.tensor(values).to(self.torch.bfloat16)
-        bits = self.seam.as_rows(tensor, np.uint16)
+        bits = self.seam.as_rows(tensor, "bfloat16")
         assert bits.tolist() == (values.view(np.uint32) >> 16).tolist()
         bits[0, 0] = 0
         assert tensor[0, 0] == 0  # shared
@@ -126,10 +126,18 @@ class TestTensors:
         assert back.dtype == self.torch.bfloat16
         assert back.data_ptr() == tensor.data_ptr()
 
+    def test_bfloat16_enters_a_store_bit_for_bit(self):
+        store, cache = pagedkv.PagedKvStore(4, 4, 2, 3, dtype="bfloat16"), pagedkv.PagedKvCache()
+        k, v = (self.torch.randn(5, 2, 3).to(self.torch.bfloat16) for _ in range(2))
+        as_rows = self.seam.as_rows
+        cache.append_contiguous(store, as_rows(k, "bfloat16"), as_rows(v, "bfloat16"), 5)
+        got = self.torch.cat([self.seam.as_tensor(store.k_block(block)) for block in cache.block_table.tolist()])
+        assert self.torch.equal(got[:5], k.flatten(1))
+
     def test_float16_rows(self):
         tensor = self.tensor(2, 2).to(self.torch.float16)
         assert np.shares_memory(self.seam.as_rows(tensor, "float16"), tensor.numpy())
-        assert self.seam.as_rows(tensor.float(), np.float16).tolist() == tensor.tolist()
+        assert self.seam.as_rows(tensor.float(), "float16").tolist() == tensor.tolist()
 
     def test_blocks_are_tensors(self, store, cache, row):
         cache.push(store, *row)
@@ -150,7 +158,7 @@ class TestTensors:
             with pytest.raises(error, match="tensor"):
                 self.seam.as_rows(bad)
         with pytest.raises(ValueError, match="dtype"):
-            self.seam.as_rows(self.torch.ones(2), np.float64)
+            self.seam.as_rows(self.torch.ones(2), "int8")
         for array_ in (None, [1.0], np.ones(2)):
             with pytest.raises(TypeError, match="array"):
                 self.seam.as_tensor(array_)

@@ -98,6 +98,18 @@ def test_prefill_in_chunks(family, chunk):
     assert generate(model, prompts, PagedCache(stores_for(model)), prefill_chunk_size=chunk) == expected
 
 
+def test_a_chunk_of_nothing_but_padding():
+    model = make_model("llama")
+    prompts = [make_prompt(9), make_prompt(7, seed=2)]
+    expected = generate(model, prompts)
+    ids, mask = (torch.nn.functional.pad(side, (6, 0)) for side in pad_left(prompts))
+    model.set_attn_implementation("pagedkv")
+    cache = PagedCache(stores_for(model))
+    options = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": 4}
+    out = model.generate(ids, attention_mask=mask, cache=cache, **options)
+    assert out[:, ids.shape[1] :].tolist() == expected
+
+
 def test_padding_is_not_stored():
     model = make_model("llama", "pagedkv")
     stores, ids_and_mask = stores_for(model), pad_left([make_prompt(16), make_prompt(2)])
@@ -234,6 +246,29 @@ def test_half_precision_models(dtype):
         got = model(ids, cache=PagedCache(stores_for(model))).logits
     assert got.dtype == dtype
     assert (got - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("attention", ["pagedkv", "eager"])
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 0.01), ("bfloat16", 0.05), ("int8", 0.1)])
+def test_stores_of_fewer_bytes(dtype, error, attention):
+    """Logits of a decode step, relative to the greatest; a window and padding make the gathering harder."""
+    model = make_model("gemma3")
+    ids, mask = pad_left([make_prompt(30), make_prompt(21, seed=1)])
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[:, -1]
+        model.set_attn_implementation(attention)
+        stores = stores_for(model, dtype=dtype)
+        cache = PagedCache(stores)
+        model(ids[:, :-1], attention_mask=mask[:, :-1], cache=cache)
+        got = model(ids[:, -1:], attention_mask=mask, cache=cache).logits[:, -1]
+    assert stores.groups[0].store.dtype == dtype
+    assert 0 < (got - expected).abs().max() < error * expected.abs().max()
+
+
+def test_a_bfloat16_model_loses_nothing_in_a_bfloat16_store():
+    model = make_model("llama").to(torch.bfloat16)
+    prompts = [make_prompt(15)]
+    assert generate(model, prompts, PagedCache(stores_for(model, dtype="bfloat16"))) == generate(model, prompts)
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------

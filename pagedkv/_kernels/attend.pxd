@@ -1,13 +1,8 @@
 # Attention over K and V in blocks. See attend.pyx; the shape of a batch is in plan.pxd.
 
-from pagedkv._kernels.plan cimport AttendOptions, AttendPlan, KvView, QuerySpan
+from pagedkv._kernels.plan cimport AttendOptions, AttendPlan, KvView
 
 # out [n_rows, n_q_heads, v_head_dim] and, unless NULL, lse [n_rows, n_q_heads] from q [n_rows, n_q_heads, head_dim].
 # Nonzero: out of memory, and nothing was written.
 cdef int run_attend(const AttendPlan* plan, float* out, float* lse, const float* q, const KvView* kv,
                     const AttendOptions* options, int n_threads) noexcept nogil
-
-# Plan and run, for a plan that is used once.
-cdef int attend_batch(float* out, float* lse, const float* q, const KvView* kv, const QuerySpan* spans,
-                      Py_ssize_t n_spans, Py_ssize_t n_q_heads, const AttendOptions* options,
-                      int n_threads) noexcept nogil

@@ -2,55 +2,25 @@
 
 A task (see plan.pyx) runs through its positions a few rows at a time. For each of its query rows it keeps
 the greatest score so far, most; the sum of exp(score - most), total; and the sum of exp(score - most) * v,
-acc: the online softmax. Whoever finishes the last part of a tile merges all parts, in their order, and
-writes the result.
+acc: the online softmax. Whoever finishes the last task that a tile waits for merges their results, in a fixed
+order, and writes the tile's.
 
 Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, FlashAttention-2, section 3.1 (tiles,
-division at the end); Dao et al. 2023, Flash-Decoding (parts merged by log-sum-exp).
+division at the end); Dao et al. 2023, Flash-Decoding (parts merged by log-sum-exp); Juravsky et al. 2024,
+Hydragen, section 3 (a shared prefix attended once for all queries).
 """
 
 from libc.float cimport FLT_MAX
 from libc.math cimport INFINITY, expf, logf
 from libc.stdint cimport int32_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport (
-    MAX_POSITIONS, PAD, AttendOptions, AttendPlan, AttendTask, AttendTile, KvView, QuerySpan, Scratch,
-    end_seen, first_seen, free_plan, lay_out, partial_floats, plan_attend, round_up, step_positions, tile_rows)
-
-import os
-
-
-cdef extern from "simd.h" nogil:
-    ctypedef struct simd_ahead:
-        const float** rows
-        Py_ssize_t n_rows
-        Py_ssize_t width
-        Py_ssize_t row
-        Py_ssize_t column
-
-    ctypedef struct simd_kernels:
-        const char* name
-        Py_ssize_t lanes
-        void score_dots(float* s, Py_ssize_t s_stride, const float* q, Py_ssize_t q_stride, const float** k_rows,
-                        const float** ahead, Py_ssize_t ahead_dim, Py_ssize_t n, Py_ssize_t n_heads,
-                        Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
-        void score_panels(float* s, Py_ssize_t s_stride, const float* panels, const float** k_rows, Py_ssize_t n,
-                          Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
-        void cap_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float cap) noexcept nogil
-        void slope_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, const float* slopes,
-                          const float* places, float first) noexcept nogil
-        int softmax_tile(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float* most, float* total,
-                         float* fade) noexcept nogil
-        void accumulate_rows(float* acc, Py_ssize_t acc_stride, const float* p, Py_ssize_t p_stride,
-                             const float** v_rows, Py_ssize_t v_offset, simd_ahead* ahead, Py_ssize_t n,
-                             Py_ssize_t n_heads, Py_ssize_t n_rows, Py_ssize_t v_head_dim) noexcept nogil
-        void scale_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
-        void add_scaled_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
-
-    const simd_kernels* simd_supported(int i)
+    MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendTask, AttendTile, KvView, QuerySpan,
+    RowView, Scratch, end_seen, first_seen, lay_out, partial_floats, round_up, step_positions, tile_rows)
+from pagedkv._kernels.simd cimport SIMD_F32, SIMD_I8, simd_ahead, simd_dtype, simd_in_use, simd_kernels
 
 
 cdef extern from "<stdatomic.h>" nogil:
@@ -71,35 +41,24 @@ cdef struct Run:
     const KvView* kv
     const AttendOptions* options
     const simd_kernels* kernels
+    Py_ssize_t group                # query heads of a KV head
     const float* q
     float* out
     float* lse
     float* parts
-    float* scratch              # plan.scratch_floats for each worker
-    atomic_ptrdiff_t* unfinished    # parts of each tile
+    float* scratch                  # plan.scratch_floats for each worker
+    atomic_ptrdiff_t* unfinished    # tasks that each tile waits for
     atomic_ptrdiff_t next_task
 
 
 # The running state of the online softmax of one part of a tile.
 cdef struct Partial:
-    float* most                 # [s_stride]: the greatest score
-    float* total                # [s_stride]: the sum of exp(score - most)
-    float* acc                  # [n_rows, acc_stride]
+    float* most                     # [s_stride]: the greatest score
+    float* total                    # [s_stride]: the sum of exp(score - most)
+    float* acc                      # [tile_rows, acc_stride]
 
 
 # --- the run -----------------------------------------------------------------------------------------
-
-cdef int attend_batch(float* out, float* lse, const float* q, const KvView* kv, const QuerySpan* spans,
-                      Py_ssize_t n_spans, Py_ssize_t n_q_heads, const AttendOptions* options,
-                      int n_threads) noexcept nogil:
-    cdef AttendPlan plan
-    memset(&plan, 0, sizeof(plan))
-    cdef int failed = plan_attend(&plan, kv, spans, n_spans, n_q_heads, options)
-    if not failed:
-        failed = run_attend(&plan, out, lse, q, kv, options, n_threads)
-    free_plan(&plan)
-    return failed
-
 
 cdef int run_attend(const AttendPlan* plan, float* out, float* lse, const float* q, const KvView* kv,
                     const AttendOptions* options, int n_threads) noexcept nogil:
@@ -120,12 +79,13 @@ cdef int run_attend(const AttendPlan* plan, float* out, float* lse, const float*
         free(run.unfinished)
         return -1
     for i in range(plan.n_tiles):
-        atomic_init(&run.unfinished[i], plan.tiles[i].n_parts)
+        atomic_init(&run.unfinished[i], plan.tiles[i].n_waited_for)
     atomic_init(&run.next_task, 0)
     run.plan = plan
     run.kv = kv
     run.options = options
-    run.kernels = kernels
+    run.kernels = simd_in_use()
+    run.group = plan.n_q_heads // kv.n_kv_heads
     run.q = q
     run.out = out
     run.lse = lse
@@ -149,8 +109,8 @@ cdef void work(void* context, Py_ssize_t index) noexcept nogil:
         run_task(run, &run.plan.tasks[i], scratch)
 
 
-cdef inline Partial partial_at(float* base, const AttendTile* tile, Py_ssize_t group) noexcept nogil:
-    cdef Py_ssize_t s_stride = round_up(tile_rows(tile, group), PAD)
+cdef inline Partial partial_at(float* base, const AttendTile* tile) noexcept nogil:
+    cdef Py_ssize_t s_stride = round_up(tile_rows(tile), PAD)
     cdef Partial partial
     partial.most = base
     partial.total = base + s_stride
@@ -158,62 +118,94 @@ cdef inline Partial partial_at(float* base, const AttendTile* tile, Py_ssize_t g
     return partial
 
 
+cdef inline Partial part_of(Run* run, const AttendTile* tile, Py_ssize_t part) noexcept nogil:
+    return partial_at(run.parts + tile.first_part + part * partial_floats(tile, run.kv), tile)
+
+
 cdef void run_task(Run* run, const AttendTask* task, float* memory) noexcept nogil:
-    cdef const AttendTile* tile = &run.plan.tiles[task.tile]
-    cdef const KvView* kv = run.kv
-    cdef Py_ssize_t group = run.plan.n_q_heads // kv.n_kv_heads
+    cdef const AttendPlan* plan = run.plan
+    cdef const AttendTile* tile = &plan.tiles[task.tile]
+    cdef Py_ssize_t i
     cdef Scratch scratch
     cdef Partial partial
-    lay_out(&scratch, memory, tile, kv, group)
-    if tile.n_parts == 1:
-        partial = partial_at(scratch.partial, tile, group)
-        attend_positions(run, task, tile, group, &scratch, &partial)
-        write_rows(run, tile, group, &partial)
+    lay_out(&scratch, memory, tile, run.kv)
+    if not tile.shared and tile.n_waited_for == 1:
+        partial = partial_at(scratch.partial, tile)
+        attend_positions(run, task, tile, &scratch, &partial)
+        write_rows(run, tile, &partial)
         return
-    partial = partial_at(
-        run.parts + tile.first_part + task.part * partial_floats(tile, kv, group), tile, group)
-    attend_positions(run, task, tile, group, &scratch, &partial)
-    if atomic_fetch_sub(&run.unfinished[task.tile], 1) == 1:
-        merge_parts(run, tile, group)
+    partial = part_of(run, tile, task.part)
+    attend_positions(run, task, tile, &scratch, &partial)
+    if not tile.shared:
+        finish_task_of(run, task.tile)
+        return
+    for i in range(tile.first_member, tile.first_member + tile.n_members):
+        finish_task_of(run, plan.shares[plan.members[i].span].own_tile)
 
 
-cdef void merge_parts(Run* run, const AttendTile* tile, Py_ssize_t group) noexcept nogil:
-    """Merge the parts of a tile into its first, in their order, and write the result."""
-    cdef Py_ssize_t size = partial_floats(tile, run.kv, group)
-    cdef Py_ssize_t acc_stride = round_up(run.kv.v_head_dim, PAD)
-    cdef float* base = run.parts + tile.first_part
-    cdef Partial whole = partial_at(base, tile, group)
+cdef inline void finish_task_of(Run* run, Py_ssize_t tile) noexcept nogil:
+    """One of the tasks that a tile waits for is done; after the last its result is merged and written."""
+    if atomic_fetch_sub(&run.unfinished[tile], 1) == 1:
+        merge_parts(run, &run.plan.tiles[tile])
+
+
+cdef void merge_parts(Run* run, const AttendTile* tile) noexcept nogil:
+    """Merge the parts of a tile, and of the shared tiles that hold some of its positions, into its first."""
+    cdef Partial whole = part_of(run, tile, 0)
     cdef Partial part
-    cdef Py_ssize_t i, r
-    cdef float most, old, new
+    cdef const AttendTile* shared
+    cdef const AttendLink* link
+    cdef Py_ssize_t i, h, next_link = tile.link
     for i in range(1, tile.n_parts):
-        part = partial_at(base + i * size, tile, group)
-        for r in range(tile_rows(tile, group)):
-            most = max(whole.most[r], part.most[r])
-            old = expf(whole.most[r] - most)
-            new = expf(part.most[r] - most)
-            whole.most[r] = most
-            whole.total[r] = whole.total[r] * old + part.total[r] * new
-            if old != 1:
-                run.kernels.scale_row(
-                    whole.acc + r * acc_stride, whole.acc + r * acc_stride, old, run.kv.v_head_dim)
-            run.kernels.add_scaled_row(
-                whole.acc + r * acc_stride, part.acc + r * acc_stride, new, run.kv.v_head_dim)
-    write_rows(run, tile, group, &whole)
+        part = part_of(run, tile, i)
+        merge_rows(run, &whole, 0, &part, 0, tile_rows(tile))
+    while next_link >= 0:
+        link = &run.plan.links[next_link]
+        shared = &run.plan.tiles[link.tile]
+        for i in range(shared.n_parts):
+            part = part_of(run, shared, i)
+            for h in range(shared.n_heads):
+                merge_rows(run, &whole, (shared.first_head + h) * tile.rows_per_head, &part,
+                           h * shared.rows_per_head + link.first_row, tile.rows_per_head)
+        next_link = link.next
+    write_rows(run, tile, &whole)
 
 
-cdef void write_rows(Run* run, const AttendTile* tile, Py_ssize_t group, const Partial* partial) noexcept nogil:
-    """Divide by the sum, sinks included, and write out and lse."""
-    cdef Py_ssize_t n_q_heads = run.plan.n_q_heads
-    cdef Py_ssize_t v_head_dim = run.kv.v_head_dim
+cdef void merge_rows(Run* run, Partial* whole, Py_ssize_t whole_row, const Partial* part, Py_ssize_t part_row,
+                     Py_ssize_t n) noexcept nogil:
+    """Take n rows of one part into the whole."""
+    cdef Py_ssize_t v_head_dim = run.kv.v.head_dim
     cdef Py_ssize_t acc_stride = round_up(v_head_dim, PAD)
-    cdef Py_ssize_t first_row = run.plan.spans[tile.span].first_row + tile.first_query
+    cdef Py_ssize_t r, i, j
+    cdef float most, old, new
+    cdef float* acc
+    for r in range(n):
+        i = whole_row + r
+        j = part_row + r
+        acc = whole.acc + i * acc_stride
+        most = max(whole.most[i], part.most[j])
+        old = expf(whole.most[i] - most)
+        new = expf(part.most[j] - most)
+        whole.most[i] = most
+        whole.total[i] = whole.total[i] * old + part.total[j] * new
+        if old != 1:
+            run.kernels.scale_row(acc, acc, old, v_head_dim)
+        run.kernels.add_scaled_row(acc, part.acc + j * acc_stride, new, v_head_dim)
+
+
+cdef void write_rows(Run* run, const AttendTile* tile, const Partial* partial) noexcept nogil:
+    """Divide by the sum, sinks included, and write out and lse, for a tile of one sequence."""
+    cdef const AttendMember* member = &run.plan.members[tile.first_member]
+    cdef Py_ssize_t n_q_heads = run.plan.n_q_heads
+    cdef Py_ssize_t v_head_dim = run.kv.v.head_dim
+    cdef Py_ssize_t acc_stride = round_up(v_head_dim, PAD)
+    cdef Py_ssize_t first_row = run.plan.spans[member.span].first_row + member.first_query
     cdef Py_ssize_t h, i, g, head, place, r = 0
     cdef float most, total, factor, sink
     for h in range(tile.n_heads):
-        for i in range(tile.n_queries):
-            for g in range(group):
-                head = (tile.first_head + h) * group + g
+        for i in range(member.n_queries):
+            for g in range(run.group):
+                head = (tile.first_head + h) * run.group + g
                 place = (first_row + i) * n_q_heads + head
                 most = partial.most[r]
                 total = partial.total[r]
@@ -238,7 +230,7 @@ cdef struct Cursor:
     Py_ssize_t offset           # rows into that block
 
 
-cdef inline void take_rows(const float** k_rows, const float** v_rows, Cursor* cursor, const KvView* kv,
+cdef inline void take_rows(const char** k_rows, const char** v_rows, Cursor* cursor, const KvView* kv,
                            Py_ssize_t first_head, Py_ssize_t n) noexcept nogil:
     """Pointers to the next n positions' rows, from the first head on."""
     cdef Py_ssize_t i, row
@@ -247,60 +239,70 @@ cdef inline void take_rows(const float** k_rows, const float** v_rows, Cursor* c
             cursor.offset = 0
             cursor.entry += 1
         row = cursor.entry[0] * kv.block_size + cursor.offset
-        k_rows[i] = kv.k + row * kv.k_width + first_head * kv.head_dim
-        v_rows[i] = kv.v + row * kv.v_width + first_head * kv.v_head_dim
+        k_rows[i] = kv.k.rows + row * kv.k.row_bytes + first_head * kv.k.head_bytes
+        v_rows[i] = kv.v.rows + row * kv.v.row_bytes + first_head * kv.v.head_bytes
         cursor.offset += 1
 
 
-cdef inline void copy_rows(float* dst, Py_ssize_t stride, const float** rows, Py_ssize_t n,
-                           Py_ssize_t width) noexcept nogil:
-    """Rows of one head side by side, and `rows` to point at them."""
+cdef inline Py_ssize_t scale_offset(const RowView* view, Py_ssize_t first_head) noexcept nogil:
+    """Bytes from where a head's values start in an int8 row to its scale."""
+    return view.scales + first_head * (<Py_ssize_t>sizeof(float) - view.head_bytes)
+
+
+cdef void copy_head(float* dst, Py_ssize_t stride, const char** rows, const RowView* view, const simd_dtype* dtype,
+                    Py_ssize_t scale_at, Py_ssize_t n) noexcept nogil:
+    """Rows of one head side by side, as floats; `rows` then point to them."""
     cdef Py_ssize_t i
     for i in range(n):
-        memcpy(dst + i * stride, rows[i], width * sizeof(float))
-        rows[i] = dst + i * stride
+        dtype.widen(dst + i * stride, rows[i], (<const float*>(rows[i] + scale_at))[0] if scale_at else 1,
+                    view.head_dim)
+        rows[i] = <const char*>(dst + i * stride)
 
 
-cdef void load_queries(Run* run, const AttendTile* tile, Py_ssize_t group, Scratch* scratch) noexcept nogil:
+cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexcept nogil:
     """The tile's queries, times the scale: rows padded with zeros, or panels [head_dim][2 * lanes] of rows.
 
-    Rows go head by head, query by query, and then by the head's place in its group.
+    Rows go head by head, member by member, query by query, and then by the head's place in its group.
     """
-    cdef Py_ssize_t head_dim = run.kv.head_dim
+    cdef Py_ssize_t head_dim = run.kv.k.head_dim
     cdef Py_ssize_t q_stride = round_up(head_dim, PAD)
     cdef Py_ssize_t panel = 2 * run.kernels.lanes
-    cdef Py_ssize_t n_rows = tile_rows(tile, group)
-    cdef Py_ssize_t first_row = run.plan.spans[tile.span].first_row + tile.first_query
-    cdef Py_ssize_t h, i, g, d, r = 0
+    cdef const AttendMember* member
+    cdef Py_ssize_t h, m, i, g, d, row, r = 0
     cdef const float* src
     cdef float* dst
     if tile.by_panels or head_dim < q_stride:
-        memset(scratch.q, 0, round_up(n_rows, PAD) * q_stride * sizeof(float))
-    for h in range(tile.n_heads):
-        for i in range(tile.n_queries):
-            for g in range(group):
-                src = run.q + ((first_row + i) * run.plan.n_q_heads + (tile.first_head + h) * group + g) * head_dim
-                if tile.by_panels:
-                    dst = scratch.q + r // panel * panel * head_dim + r % panel
-                    for d in range(head_dim):
-                        dst[d * panel] = src[d] * run.options.scale
-                else:
-                    run.kernels.scale_row(scratch.q + r * q_stride, src, run.options.scale, head_dim)
-                r += 1
+        memset(scratch.q, 0, round_up(tile_rows(tile), PAD) * q_stride * sizeof(float))
+    for h in range(tile.first_head, tile.first_head + tile.n_heads):
+        for m in range(tile.n_members):
+            member = &run.plan.members[tile.first_member + m]
+            for i in range(member.n_queries):
+                row = run.plan.spans[member.span].first_row + member.first_query + i
+                for g in range(run.group):
+                    src = run.q + (row * run.plan.n_q_heads + h * run.group + g) * head_dim
+                    if tile.by_panels:
+                        dst = scratch.q + r // panel * panel * head_dim + r % panel
+                        for d in range(head_dim):
+                            dst[d * panel] = src[d] * run.options.scale
+                    else:
+                        run.kernels.scale_row(scratch.q + r * q_stride, src, run.options.scale, head_dim)
+                    r += 1
 
 
-cdef void load_slopes(Run* run, const AttendTile* tile, Py_ssize_t group, Py_ssize_t begin,
-                      Scratch* scratch) noexcept nogil:
+cdef void load_slopes(Run* run, const AttendTile* tile, Py_ssize_t begin, Scratch* scratch) noexcept nogil:
     """The ALiBi slope of each row, and its position, counted from the task's first: so floats hold it exactly."""
-    cdef const QuerySpan* span = &run.plan.spans[tile.span]
-    cdef Py_ssize_t position = span.seq_len - span.query_len + tile.first_query
-    cdef Py_ssize_t h, i, g, r = 0
-    for h in range(tile.n_heads):
-        for i in range(tile.n_queries):
-            for g in range(group):
-                scratch.slopes[r] = run.options.alibi_slopes[(tile.first_head + h) * group + g]
-                scratch.places[r] = <float>(position + i - begin)
-                r += 1
+    cdef const AttendMember* member
+    cdef const QuerySpan* span
+    cdef Py_ssize_t h, m, i, g, r = 0
+    for h in range(tile.first_head, tile.first_head + tile.n_heads):
+        for m in range(tile.n_members):
+            member = &run.plan.members[tile.first_member + m]
+            span = &run.plan.spans[member.span]
+            for i in range(member.n_queries):
+                for g in range(run.group):
+                    scratch.slopes[r] = run.options.alibi_slopes[h * run.group + g]
+                    scratch.places[r] = <float>(span.seq_len - span.query_len + member.first_query + i - begin)
+                    r += 1
 
 
 cdef void hide_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, const AttendTile* tile, Py_ssize_t group,
@@ -312,30 +314,34 @@ cdef void hide_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, const AttendT
             continue
         for h in range(tile.n_heads):
             for g in range(group):
-                s[t * s_stride + (h * tile.n_queries + query) * group + g] = -INFINITY
+                s[t * s_stride + h * tile.rows_per_head + query * group + g] = -INFINITY
 
 
-cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* tile, Py_ssize_t group,
-                           Scratch* scratch, Partial* partial) noexcept nogil:
+cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* tile, Scratch* scratch,
+                           Partial* partial) noexcept nogil:
     """The online softmax over a task's positions, into its partial result."""
     cdef const KvView* kv = run.kv
     cdef const AttendOptions* options = run.options
     cdef const simd_kernels* simd = run.kernels
-    cdef const QuerySpan* span = &run.plan.spans[tile.span]
-    cdef Py_ssize_t head_dim = kv.head_dim, v_head_dim = kv.v_head_dim
+    cdef const simd_dtype* stored = &simd.dtypes[kv.dtype]
+    cdef const simd_dtype* v_stored = &simd.dtypes[SIMD_F32] if tile.by_panels else stored
+    cdef const AttendMember* member = &run.plan.members[tile.first_member]  # the only one, unless shared
+    cdef const QuerySpan* span = &run.plan.spans[member.span]
+    cdef Py_ssize_t group = run.group, head_dim = kv.k.head_dim, v_head_dim = kv.v.head_dim
+    cdef Py_ssize_t v_stride = kv.v.head_bytes // (kv.k.head_bytes // head_dim)     # values
     cdef Py_ssize_t q_stride = round_up(head_dim, PAD), acc_stride = round_up(v_head_dim, PAD)
-    cdef Py_ssize_t n_rows = tile_rows(tile, group)
+    cdef Py_ssize_t n_rows = tile_rows(tile)
     cdef Py_ssize_t s_stride = round_up(n_rows, PAD)
     cdef Py_ssize_t width = round_up(n_rows, (2 if tile.by_panels else 1) * simd.lanes)
-    cdef Py_ssize_t rows_per_head = tile.n_queries * group
     cdef Py_ssize_t positions = step_positions(tile, kv)
-    cdef Py_ssize_t query = span.seq_len - span.query_len + tile.first_query   # the first one's position
+    cdef Py_ssize_t query = span.seq_len - span.query_len + member.first_query  # the first one's position
+    cdef Py_ssize_t k_scale_at = 0, v_scale_at = 0
     cdef Py_ssize_t r, i, h, first, end, n, n_next, place
-    cdef bint moved
-    cdef const float** k_rows = scratch.rows
-    cdef const float** v_rows = scratch.rows + MAX_POSITIONS
-    cdef const float** next_k_rows = scratch.rows + 2 * MAX_POSITIONS
-    cdef const float** next_v_rows = scratch.rows + 3 * MAX_POSITIONS
+    cdef bint moved, all_seen
+    cdef const char** k_rows = scratch.rows
+    cdef const char** v_rows = scratch.rows + MAX_POSITIONS
+    cdef const char** next_k_rows = scratch.rows + 2 * MAX_POSITIONS
+    cdef const char** next_v_rows = scratch.rows + 3 * MAX_POSITIONS
     cdef Cursor cursor
     cdef simd_ahead ahead
     cdef float* s = scratch.s
@@ -346,12 +352,15 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     memset(partial.acc, 0, n_rows * acc_stride * sizeof(float))
     if task.begin == task.end:
         return
-    load_queries(run, tile, group, scratch)
+    load_queries(run, tile, scratch)
     if n_rows < width:  # columns past the last row: any finite number
         memset(s, 0, positions * s_stride * sizeof(float))
     if options.alibi_slopes is not NULL:
         memset(scratch.slopes, 0, 2 * s_stride * sizeof(float))
-        load_slopes(run, tile, group, task.begin, scratch)
+        load_slopes(run, tile, task.begin, scratch)
+    if kv.dtype == SIMD_I8:
+        k_scale_at = scale_offset(&kv.k, tile.first_head)
+        v_scale_at = scale_offset(&kv.v, tile.first_head)
 
     cursor.entry = span.table + task.begin // kv.block_size
     cursor.offset = task.begin % kv.block_size
@@ -363,48 +372,51 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
         take_rows(next_k_rows, next_v_rows, &cursor, kv, tile.first_head, n_next)
         ahead.rows = next_k_rows
         ahead.n_rows = n_next
-        ahead.width = tile.n_heads * head_dim
+        ahead.width = tile.n_heads * kv.k.head_bytes
         ahead.row = ahead.column = 0
 
         if tile.by_panels:
-            copy_rows(scratch.k_copy, q_stride, k_rows, n, head_dim)
-            copy_rows(scratch.v_copy, acc_stride, v_rows, n, v_head_dim)
-            simd.score_panels(s, s_stride, scratch.q, k_rows, n, n_rows, head_dim)
+            copy_head(scratch.k_copy, q_stride, k_rows, &kv.k, stored, k_scale_at, n)
+            copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, stored, v_scale_at, n)
+            simd.score_panels(s, s_stride, scratch.q, scratch.k_copy, q_stride, n, n_rows, head_dim)
         else:
-            simd.score_dots(s, s_stride, scratch.q, q_stride, k_rows, v_rows, v_head_dim, n, tile.n_heads,
-                            rows_per_head, head_dim)
+            stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, v_rows, v_stride, n, tile.n_heads,
+                              tile.rows_per_head, head_dim)
+            if k_scale_at:
+                simd.scale_scores(s, s_stride, k_rows, k_scale_at, n, tile.n_heads, tile.rows_per_head)
         if options.softcap != 0:
             simd.cap_scores(s, s_stride, n, width, options.softcap)
         if options.alibi_slopes is not NULL:
             simd.slope_scores(s, s_stride, n, width, scratch.slopes, scratch.places, <float>(place - task.begin))
 
-        if (first_seen(options, query + tile.n_queries - 1) <= place
-                and end_seen(options, query, span.seq_len) >= place + n):
-            moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
-            if moved and place > task.begin:
-                fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
-            simd.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, &ahead, n, tile.n_heads,
-                                 rows_per_head, v_head_dim)
-        else:
-            # Some query does not see all of these. What it does not see must not reach it even as 0 * v,
-            # since v may be NaN; so each query takes its own range of rows.
-            for i in range(tile.n_queries):
+        all_seen = tile.shared or (first_seen(options, query + member.n_queries - 1) <= place
+                                   and end_seen(options, query, span.seq_len) >= place + n)
+        if not all_seen:
+            for i in range(member.n_queries):
                 first = first_seen(options, query + i) - place
                 end = end_seen(options, query + i, span.seq_len) - place
                 hide_scores(s, s_stride, n, tile, group, i, first, end)
-            moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
-            if moved and place > task.begin:
-                fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
-            for i in range(tile.n_queries):
+        moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
+        if moved and place > task.begin:
+            fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
+        if v_scale_at and not tile.by_panels:
+            simd.scale_scores(s, s_stride, v_rows, v_scale_at, n, tile.n_heads, tile.rows_per_head)
+        if all_seen:
+            v_stored.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, v_stride, &ahead, n,
+                                     tile.n_heads, tile.rows_per_head, v_head_dim)
+        else:
+            # What a query does not see must not reach it even as 0 * v, since v may be NaN; so each takes its own
+            # range of rows.
+            for i in range(member.n_queries):
                 first = max(0, first_seen(options, query + i) - place)
                 end = min(n, end_seen(options, query + i, span.seq_len) - place)
                 if first >= end:
                     continue
                 for h in range(tile.n_heads):
-                    r = h * rows_per_head + i * group
-                    simd.accumulate_rows(
+                    r = h * tile.rows_per_head + i * group
+                    v_stored.accumulate_rows(
                         partial.acc + r * acc_stride, acc_stride, s + first * s_stride + r, s_stride,
-                        v_rows + first, h * v_head_dim, &ahead, end - first, 1, group, v_head_dim)
+                        v_rows + first, h * v_stride, v_stride, &ahead, end - first, 1, group, v_head_dim)
         place += n
         n = n_next
         k_rows, next_k_rows = next_k_rows, k_rows
@@ -419,48 +431,4 @@ cdef inline void fade_rows(Run* run, Partial* partial, const float* fade, Py_ssi
     for r in range(n_rows):
         if fade[r] != 1:
             acc = partial.acc + r * acc_stride
-            run.kernels.scale_row(acc, acc, fade[r], run.kv.v_head_dim)
-
-
-# --- which instruction set ---------------------------------------------------------------------------
-
-cdef const simd_kernels* kernels = simd_supported(0)
-
-
-def get_simd():
-    """The instruction set in use."""
-    return kernels.name.decode()
-
-
-def list_simd():
-    """The instruction sets that this build has and this machine can run, the best first."""
-    cdef list names = []
-    while simd_supported(<int>len(names)) is not NULL:
-        names.append(simd_supported(<int>len(names)).name.decode())
-    return names
-
-
-def set_simd(name):
-    """Use another instruction set, in the whole process, from the next call on."""
-    global kernels
-    names = list_simd()
-    if name not in names:
-        raise ValueError(f"PAGEDKV_SIMD: expected one of {', '.join(names)}, which this machine can run, got {name!r}")
-    kernels = simd_supported(names.index(name))
-
-
-def apply_exp(float[::1] x not None):
-    """exp of numbers that are not positive, in place, as the kernels compute it; their count a multiple of 32."""
-    cdef float* zeros
-    if x.shape[0] % PAD:
-        raise ValueError(f"x: expected a multiple of {PAD} numbers, got {x.shape[0]}")
-    zeros = <float*>calloc(3 * max(x.shape[0], 1), sizeof(float))
-    if zeros is NULL:
-        raise MemoryError
-    if x.shape[0]:
-        kernels.softmax_tile(&x[0], x.shape[0], 1, x.shape[0], zeros, zeros + x.shape[0], zeros + 2 * x.shape[0])
-    free(zeros)
-
-
-if os.environ.get("PAGEDKV_SIMD"):
-    set_simd(os.environ["PAGEDKV_SIMD"])
+            run.kernels.scale_row(acc, acc, fade[r], run.kv.v.head_dim)

@@ -2,16 +2,21 @@
 
 from libc.stdint cimport int32_t
 
+# K or V of one layer.
+cdef struct RowView:
+    const char* rows            # row 0 of block 0
+    Py_ssize_t row_bytes        # from one row to the next
+    Py_ssize_t head_bytes       # from one head to the next
+    Py_ssize_t head_dim         # values of a head
+    Py_ssize_t scales           # int8: bytes from a row's start to its heads' scales
+
 # One layer's K and V. Contiguous K and V are one block of seq_len rows, with the table {0}.
 cdef struct KvView:
-    const float* k              # row 0 of block 0
-    const float* v
-    Py_ssize_t k_width          # floats from one row to the next
-    Py_ssize_t v_width
+    RowView k
+    RowView v
+    int dtype                   # SIMD_F32 ...
     Py_ssize_t block_size       # rows
     Py_ssize_t n_kv_heads
-    Py_ssize_t head_dim
-    Py_ssize_t v_head_dim
 
 # One sequence of the batch: its last query_len positions ask.
 cdef struct QuerySpan:
@@ -29,16 +34,39 @@ cdef struct AttendOptions:
     const float* sinks          # [n_q_heads] or NULL
     const float* alibi_slopes   # [n_q_heads] or NULL
 
-# Some queries of one sequence, for some KV heads: what has one softmax.
-cdef struct AttendTile:
+# Some queries of one sequence, as rows of a tile.
+cdef struct AttendMember:
     Py_ssize_t span
     Py_ssize_t first_query      # counted in the sequence's queries
     Py_ssize_t n_queries
+    Py_ssize_t first_row        # of each head's rows in the tile
+
+# Query rows that go through the same positions together, for some KV heads. A tile of one sequence ends in its
+# result; a shared one, whose sequences have those positions' blocks in common, in partial results for theirs.
+cdef struct AttendTile:
+    Py_ssize_t first_member
+    Py_ssize_t n_members
+    Py_ssize_t rows_per_head
     Py_ssize_t first_head       # KV heads
     Py_ssize_t n_heads
+    bint shared
     bint by_panels              # lanes along query rows, else along head_dim
-    Py_ssize_t n_parts          # its positions are split into so many tasks, whose results are merged
-    Py_ssize_t first_part       # offset of its partial results, where n_parts > 1
+    Py_ssize_t n_parts          # its positions are split into so many tasks
+    Py_ssize_t first_part       # offset of their partial results, where they are merged
+    Py_ssize_t n_waited_for     # tasks whose results make up this tile's: its own, and of shared tiles
+    Py_ssize_t link             # the first of those shared tiles, or -1
+
+# A shared tile holds part of another's result.
+cdef struct AttendLink:
+    Py_ssize_t tile
+    Py_ssize_t first_row        # of each head's rows there
+    Py_ssize_t next             # or -1
+
+# What a sequence has in common with others.
+cdef struct AttendShare:
+    Py_ssize_t end              # its positions before it are in shared tiles
+    Py_ssize_t link             # the first of them, or -1
+    Py_ssize_t own_tile
 
 # A tile's positions [begin, end): one piece of work for one thread.
 cdef struct AttendTask:
@@ -53,9 +81,14 @@ cdef struct AttendTask:
 cdef struct AttendPlan:
     const QuerySpan* spans
     Py_ssize_t n_q_heads
+    AttendMember* members
     AttendTile* tiles
+    AttendLink* links
     AttendTask* tasks
+    AttendShare* shares         # of each span; NULL where nothing is shared
+    Py_ssize_t n_members
     Py_ssize_t n_tiles
+    Py_ssize_t n_links
     Py_ssize_t n_tasks
     Py_ssize_t part_floats      # memory for partial results
     Py_ssize_t scratch_floats   # memory for each thread
@@ -65,6 +98,24 @@ cdef struct AttendPlan:
 cdef int plan_attend(AttendPlan* plan, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans,
                      Py_ssize_t n_q_heads, const AttendOptions* options) noexcept nogil
 cdef void free_plan(AttendPlan* plan) noexcept nogil
+
+# The plans of one batch, made when first asked for: layers differ in their windows. Starts zeroed.
+cdef enum:
+    PLAN_KINDS = 4
+
+cdef struct PlanKind:
+    Py_ssize_t window
+    bint causal
+    AttendPlan plan
+
+cdef struct PlanShelf:
+    PlanKind kinds[PLAN_KINDS]
+    Py_ssize_t n_made           # over time; the newest PLAN_KINDS are there
+
+# The batch's plan for these options; NULL: out of memory. Valid until the next call.
+cdef const AttendPlan* find_plan(PlanShelf* shelf, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans,
+                                 Py_ssize_t n_q_heads, const AttendOptions* options) noexcept nogil
+cdef void free_plans(PlanShelf* shelf) noexcept nogil
 
 # --- memory ------------------------------------------------------------------------------------------
 
@@ -80,20 +131,19 @@ cdef enum:
 
 # One thread's memory, cut up for a task.
 cdef struct Scratch:
-    float* q                    # [n_rows, q_stride], or panels
+    float* q                    # [rows, q_stride], or panels
     float* s                    # [positions, s_stride]
     float* fade                 # [s_stride] each
     float* slopes
     float* places
     float* partial              # m, l and acc, where they are not a part's
-    float* k_copy               # rows of one head, side by side
+    float* k_copy               # rows of one head, side by side, as floats
     float* v_copy
-    const float** rows          # K, V, and the next K, V: MAX_POSITIONS each
+    const char** rows           # K, V, and the next K, V: MAX_POSITIONS each
 
 
 # Cuts a thread's memory up for a tile; returns the floats used. With a NULL base it only counts.
-cdef Py_ssize_t lay_out(Scratch* scratch, float* base, const AttendTile* tile, const KvView* kv,
-                        Py_ssize_t group) noexcept nogil
+cdef Py_ssize_t lay_out(Scratch* scratch, float* base, const AttendTile* tile, const KvView* kv) noexcept nogil
 
 # --- sizes -------------------------------------------------------------------------------------------
 
@@ -101,8 +151,8 @@ cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t multiple) noexcept nogi
     return (n + multiple - 1) // multiple * multiple
 
 
-cdef inline Py_ssize_t tile_rows(const AttendTile* tile, Py_ssize_t group) noexcept nogil:
-    return tile.n_heads * tile.n_queries * group
+cdef inline Py_ssize_t tile_rows(const AttendTile* tile) noexcept nogil:
+    return tile.n_heads * tile.rows_per_head
 
 
 cdef inline Py_ssize_t step_positions(const AttendTile* tile, const KvView* kv) noexcept nogil:
@@ -110,13 +160,13 @@ cdef inline Py_ssize_t step_positions(const AttendTile* tile, const KvView* kv) 
     cdef Py_ssize_t n
     if tile.by_panels:
         return PANEL_POSITIONS
-    n = STEP_BYTES // <Py_ssize_t>(tile.n_heads * kv.head_dim * sizeof(float)) // 4 * 4
+    n = STEP_BYTES // (tile.n_heads * kv.k.head_bytes) // 4 * 4
     return min(max(n, MIN_POSITIONS), MAX_POSITIONS)
 
 
-cdef inline Py_ssize_t partial_floats(const AttendTile* tile, const KvView* kv, Py_ssize_t group) noexcept nogil:
-    cdef Py_ssize_t n_rows = tile_rows(tile, group)
-    return 2 * round_up(n_rows, PAD) + n_rows * round_up(kv.v_head_dim, PAD)
+cdef inline Py_ssize_t partial_floats(const AttendTile* tile, const KvView* kv) noexcept nogil:
+    cdef Py_ssize_t n_rows = tile_rows(tile)
+    return 2 * round_up(n_rows, PAD) + n_rows * round_up(kv.v.head_dim, PAD)
 
 
 # --- who sees what -----------------------------------------------------------------------------------

@@ -1,22 +1,43 @@
-# Byte moves between the store's rows and contiguous rows. See rows.pyx.
+# Moves between the store's rows and contiguous rows. See rows.pyx.
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
+
+# A store's rows: floats, or bytes in a RowFormat.
+ctypedef fused stored_t:
+    float
+    unsigned char
+
+# A caller's rows: floats, or 16-bit values in the store's own format.
+ctypedef fused given_t:
+    float
+    uint16_t
+
+# How a row of a store is laid out that does not hold floats.
+cdef struct RowFormat:
+    int dtype                   # SIMD_F16 ...
+    Py_ssize_t n_heads
+    Py_ssize_t head_dim
+    Py_ssize_t row_bytes
+    Py_ssize_t scales           # int8: bytes from a row's start to the float32 scales of its heads
+
+# Where a format is NULL, rows move as bytes; else they are converted from or to floats.
 
 cdef void gather_blocks(
-    float[:, ::1] dst, const float[:, ::1] store_rows, const int32_t[::1] table,
+    float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t[::1] table,
     Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void append_rows(
-    float[:, ::1] store_rows, const float[:, ::1] src, const int32_t[::1] table,
+    stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int32_t[::1] table,
     Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void scatter_rows(
-    float[:, ::1] store_rows, const float[:, ::1] src, const int64_t[::1] slots,
+    stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int64_t[::1] slots,
     Py_ssize_t n, int n_threads) noexcept nogil
 
-cdef void copy_rows(
-    float[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil
+cdef void copy_rows(stored_t[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil
 
-cdef void put_step(float[:, :, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil
+cdef void put_step(
+    stored_t[:, :, ::1] store_rows, Py_ssize_t row, const char* src, Py_ssize_t src_bytes,
+    const RowFormat* format) noexcept nogil
 
-cdef void fill_rows(float[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n, float value) noexcept nogil
+cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil

@@ -1,14 +1,16 @@
-"""Byte moves between the rows of a store and contiguous rows, through a block table or a slot list.
+"""Moves between the rows of a store and contiguous rows, through a block table or a slot list.
 
-Every kernel trusts its arguments: tables and slots lie in the store, widths are equal, source and
-destination do not overlap. Neighbours in the store go as one copy. Amounts beyond what a cache
-keeps are split over threads and streamed past the caches.
+Rows of float32 stores are typed views, and move as bytes. Those of other stores are bytes in a RowFormat, and are
+converted as they move, unless the caller's are in that format already. Every kernel trusts its arguments: tables
+and slots lie in the store, widths are equal, source and destination do not overlap. Neighbours in the store go as
+one copy. Amounts beyond what a cache keeps are split over threads and streamed past the caches.
 """
 
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from pagedkv._kernels.parallel cimport parallel_for
+from pagedkv._kernels.simd cimport SIMD_I8, simd_dtype, simd_in_use
 
 cdef extern from "stream.h" nogil:
     void stream_bytes(char* dst, const char* src, size_t n)
@@ -19,6 +21,8 @@ cdef extern from "stream.h" nogil:
 cdef enum:
     STREAM_FROM = 2 << 20
     TASK_BYTES = 512 << 10
+    # A row that is converted and streamed is made here first, if it fits: a part of the nearest cache.
+    BUFFER_FLOATS = 2048
 
 
 # Positions [start, start + n) of a sequence on one side, n contiguous rows on the other.
@@ -27,7 +31,9 @@ cdef struct Move:
     char* linear                # the row of position `start`
     const int32_t* table
     Py_ssize_t block_size
-    Py_ssize_t row_bytes
+    Py_ssize_t row_bytes        # in the store
+    Py_ssize_t linear_bytes     # of a contiguous row
+    const RowFormat* format     # what to convert to or from, or NULL
     Py_ssize_t start
     Py_ssize_t n
     Py_ssize_t rows_per_task
@@ -42,13 +48,58 @@ cdef inline void move_bytes(char* dst, const char* src, Py_ssize_t n, bint strea
         memcpy(dst, src, n)
 
 
+# --- rows of other dtypes ----------------------------------------------------------------------------
+
+cdef void encode_row(char* dst, const float* src, const RowFormat* format, const simd_dtype* dtype) noexcept nogil:
+    cdef Py_ssize_t h
+    if format.dtype != SIMD_I8:
+        dtype.narrow(dst, NULL, src, format.n_heads * format.head_dim)
+        return
+    for h in range(format.n_heads):
+        dtype.narrow(dst + h * format.head_dim, <float*>(dst + format.scales) + h, src + h * format.head_dim,
+                     format.head_dim)
+
+
+cdef void decode_row(float* dst, const char* src, const RowFormat* format, const simd_dtype* dtype) noexcept nogil:
+    cdef Py_ssize_t h
+    if format.dtype != SIMD_I8:
+        dtype.widen(dst, src, 1, format.n_heads * format.head_dim)
+        return
+    for h in range(format.n_heads):
+        dtype.widen(dst + h * format.head_dim, src + h * format.head_dim, (<const float*>(src + format.scales))[h],
+                    format.head_dim)
+
+
+cdef void convert_rows(char* dst, const char* src, Py_ssize_t n, const RowFormat* format, bint encode,
+                       bint stream) noexcept nogil:
+    """n rows of floats into the format, or back."""
+    cdef const simd_dtype* dtype = &simd_in_use().dtypes[format.dtype]
+    cdef Py_ssize_t float_bytes = format.n_heads * format.head_dim * sizeof(float)
+    cdef Py_ssize_t dst_bytes = format.row_bytes if encode else float_bytes
+    cdef Py_ssize_t src_bytes = float_bytes if encode else format.row_bytes
+    cdef float[BUFFER_FLOATS] buffer
+    cdef char* made
+    cdef Py_ssize_t i
+    stream = stream and dst_bytes <= <Py_ssize_t>sizeof(buffer)
+    for i in range(n):
+        made = <char*>buffer if stream else dst + i * dst_bytes
+        if encode:
+            encode_row(made, <const float*>(src + i * src_bytes), format, dtype)
+        else:
+            decode_row(<float*>made, src + i * src_bytes, format, dtype)
+        if stream:
+            stream_bytes(dst + i * dst_bytes, made, dst_bytes)
+
+
+# --- positions ---------------------------------------------------------------------------------------
+
 cdef void move_positions(void* context, Py_ssize_t index) noexcept nogil:
     """Task `index` of a Move: its rows_per_task positions, a run of neighbouring blocks at a time."""
     cdef Move* move = <Move*>context
     cdef Py_ssize_t block_size = move.block_size
     cdef Py_ssize_t position = move.start + index * move.rows_per_task
     cdef Py_ssize_t end = min(position + move.rows_per_task, move.start + move.n)
-    cdef char* linear = move.linear + (position - move.start) * move.row_bytes
+    cdef char* linear = move.linear + (position - move.start) * move.linear_bytes
     cdef Py_ssize_t block, run_end, n_bytes
     cdef char* rows
     while position < end:
@@ -60,11 +111,16 @@ cdef void move_positions(void* context, Py_ssize_t index) noexcept nogil:
             run_end += block_size
         run_end = min(run_end, end)
         n_bytes = (run_end - position) * move.row_bytes
-        if move.gather:
+        if move.format is not NULL:
+            if move.gather:
+                convert_rows(linear, rows, run_end - position, move.format, False, move.stream)
+            else:
+                convert_rows(rows, linear, run_end - position, move.format, True, move.stream)
+        elif move.gather:
             move_bytes(linear, rows, n_bytes, move.stream)
         else:
             move_bytes(rows, linear, n_bytes, move.stream)
-        linear += n_bytes
+        linear += (run_end - position) * move.linear_bytes
         position = run_end
     if move.stream:
         stream_fence()
@@ -81,7 +137,7 @@ cdef void run_move(Move* move, int n_threads) noexcept nogil:
 
 
 cdef void gather_blocks(
-        float[:, ::1] dst, const float[:, ::1] store_rows, const int32_t[::1] table,
+        float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t[::1] table,
         Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil:
     """dst[p] = row of position p, for p in [0, n)."""
     cdef Move move
@@ -91,7 +147,9 @@ cdef void gather_blocks(
     move.linear = <char*>&dst[0, 0]
     move.table = &table[0]
     move.block_size = block_size
-    move.row_bytes = store_rows.shape[1] * sizeof(float)
+    move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
+    move.linear_bytes = dst.shape[1] * sizeof(float)
+    move.format = format
     move.start = 0
     move.n = n
     move.gather = True
@@ -99,7 +157,7 @@ cdef void gather_blocks(
 
 
 cdef void append_rows(
-        float[:, ::1] store_rows, const float[:, ::1] src, const int32_t[::1] table,
+        stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int32_t[::1] table,
         Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
     """Row of position start + i = src[i], for i in [0, n)."""
     cdef Move move
@@ -109,11 +167,16 @@ cdef void append_rows(
     move.linear = <char*>&src[0, 0]
     move.table = &table[0]
     move.block_size = block_size
-    move.row_bytes = store_rows.shape[1] * sizeof(float)
+    move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
+    move.linear_bytes = src.shape[1] * sizeof(given_t)
+    move.format = format
     move.start = start
     move.n = n
     move.gather = False
     run_move(&move, n_threads)
+
+
+# --- slots -------------------------------------------------------------------------------------------
 
 
 # One source row for each slot (a row number of the store).
@@ -122,6 +185,8 @@ cdef struct Scatter:
     const char* src
     const int64_t* slots
     Py_ssize_t row_bytes
+    Py_ssize_t src_bytes
+    const RowFormat* format     # what to convert to, or NULL
     Py_ssize_t n
     Py_ssize_t rows_per_task
     bint stream
@@ -133,21 +198,25 @@ cdef void scatter_slots(void* context, Py_ssize_t index) noexcept nogil:
     cdef Py_ssize_t i = index * scatter.rows_per_task
     cdef Py_ssize_t end = min(i + scatter.rows_per_task, scatter.n)
     cdef Py_ssize_t first
+    cdef char* rows
+    cdef const char* src
     while i < end:
         first = i
         i += 1
         while i < end and scatter.slots[i] == scatter.slots[i - 1] + 1:
             i += 1
-        move_bytes(
-            scatter.rows + scatter.slots[first] * scatter.row_bytes,
-            scatter.src + first * scatter.row_bytes,
-            (i - first) * scatter.row_bytes, scatter.stream)
+        rows = scatter.rows + scatter.slots[first] * scatter.row_bytes
+        src = scatter.src + first * scatter.src_bytes
+        if scatter.format is not NULL:
+            convert_rows(rows, src, i - first, scatter.format, True, scatter.stream)
+        else:
+            move_bytes(rows, src, (i - first) * scatter.row_bytes, scatter.stream)
     if scatter.stream:
         stream_fence()
 
 
 cdef void scatter_rows(
-        float[:, ::1] store_rows, const float[:, ::1] src, const int64_t[::1] slots,
+        stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int64_t[::1] slots,
         Py_ssize_t n, int n_threads) noexcept nogil:
     """store_rows[slots[i]] = src[i], for i in [0, n); no slot occurs twice."""
     cdef Scatter scatter
@@ -156,33 +225,37 @@ cdef void scatter_rows(
     scatter.rows = <char*>&store_rows[0, 0]
     scatter.src = <const char*>&src[0, 0]
     scatter.slots = &slots[0]
-    scatter.row_bytes = store_rows.shape[1] * sizeof(float)
+    scatter.row_bytes = store_rows.shape[1] * sizeof(stored_t)
+    scatter.src_bytes = src.shape[1] * sizeof(given_t)
+    scatter.format = format
     scatter.n = n
     scatter.stream = n * scatter.row_bytes >= STREAM_FROM
-    scatter.rows_per_task = n
-    if scatter.stream:
-        scatter.rows_per_task = max(1, TASK_BYTES // scatter.row_bytes)
+    scatter.rows_per_task = max(1, TASK_BYTES // scatter.row_bytes) if scatter.stream else n
     parallel_for(
         scatter_slots, &scatter, (n + scatter.rows_per_task - 1) // scatter.rows_per_task, n_threads)
 
 
-cdef void copy_rows(
-        float[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil:
+# --- a few rows --------------------------------------------------------------------------------------
+
+cdef void copy_rows(stored_t[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil:
     """store_rows[dst_row + i] = store_rows[src_row + i], for i in [0, n)."""
     if n > 0:
-        memcpy(&store_rows[dst_row, 0], &store_rows[src_row, 0], n * store_rows.shape[1] * sizeof(float))
+        memcpy(&store_rows[dst_row, 0], &store_rows[src_row, 0], n * store_rows.shape[1] * sizeof(stored_t))
 
 
-cdef void put_step(float[:, :, ::1] store_rows, Py_ssize_t row, const float* src) noexcept nogil:
+cdef void put_step(
+        stored_t[:, :, ::1] store_rows, Py_ssize_t row, const char* src, Py_ssize_t src_bytes,
+        const RowFormat* format) noexcept nogil:
     """store_rows[layer, row] = src[layer], for every layer."""
-    cdef Py_ssize_t layer, width = store_rows.shape[2]
+    cdef Py_ssize_t layer
     for layer in range(store_rows.shape[0]):
-        memcpy(&store_rows[layer, row, 0], src + layer * width, width * sizeof(float))
+        if format is NULL:
+            memcpy(&store_rows[layer, row, 0], src + layer * src_bytes, src_bytes)
+        else:
+            convert_rows(<char*>&store_rows[layer, row, 0], src + layer * src_bytes, 1, format, True, False)
 
 
-cdef void fill_rows(float[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n, float value) noexcept nogil:
-    """store_rows[row + i] = value, for i in [0, n)."""
-    cdef Py_ssize_t i, j
-    for i in range(row, row + n):
-        for j in range(store_rows.shape[1]):
-            store_rows[i, j] = value
+cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil:
+    """NaN for the rows [row, row + n): all bits set, which says so in each dtype's values or scales."""
+    if n > 0:
+        memset(&store_rows[row, 0], 0xff, n * store_rows.shape[1] * sizeof(stored_t))

@@ -1,13 +1,15 @@
 /* Inner kernels for every instruction set, in one portable build.
  *
- * One vocabulary of vector operations is written once per instruction set (simd_<isa>.h); the bodies
- * (simd_math.h, attend_kernels.h) are written once in that vocabulary and compiled once per set. Which
- * table of kernels runs is chosen when the module is imported. Only these headers hold intrinsics.
+ * One vocabulary of vector operations is written once per instruction set; the bodies are written once in
+ * that vocabulary and compiled once per set. Which table of kernels runs is chosen when the module is imported.
  *
+ *     simd.h                      what a table of kernels is
  *     simd_<isa>.h                the words below, for one instruction set
- *     simd_math.h                 exp, tanh                         } compiled for each
- *     attend_kernels.h            scores, softmax, accumulation     }
- *     simd.h                      puts them together, and chooses
+ *     simd_math.h                 exp, tanh                                      } compiled for each set
+ *     simd_dtypes.h               reading and writing each dtype                 }
+ *     attend_rows.h               scores and accumulation, for each dtype        }
+ *     attend_tile.h               panels, softmax, and the set's table           }
+ *     simd_sets.h                 puts them together, and asks the machine
  *
  * The vocabulary, where V(name) is name_<isa>:
  *
@@ -25,11 +27,15 @@
  *     pow2(i)                     2.0**i for i in [-126, 127]
  *     sum(v)                      of all lanes
  *     store_sums4(p, a, b, c, d)  the four sums, to p[0..3]
+ *     load_f16(p) load_bf16(p) load_i8(p)     LANES values of these dtypes, as floats
+ *     store_f16(p, v)             to nearest, ties to even
  */
 #ifndef PAGEDKV_SIMD_H
 #define PAGEDKV_SIMD_H
 
+#include <math.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <string.h>
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -65,32 +71,108 @@
 #define SIMD_PASTE(name, isa) SIMD_PASTE_(name, isa)
 #define V(name) SIMD_PASTE(name, SIMD_ISA)
 
-/* A cache line, in floats: what one prefetch brings. */
-#define SIMD_LINE 16
+#define SIMD_LINE_BYTES 64 /* what one prefetch brings */
+
+/* What a value of K or V is stored as. */
+enum { SIMD_F32 = 0, SIMD_F16, SIMD_BF16, SIMD_I8, SIMD_DTYPES };
+typedef float simd_f32;
+typedef uint16_t simd_f16;
+typedef uint16_t simd_bf16;
+typedef int8_t simd_i8;
+
+/* --- binary16, one value at a time: for the sets that have no instruction for it -------------------- */
+
+SIMD_INLINE float simd_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+SIMD_INLINE uint32_t simd_to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* A subnormal is a count of 2**-24, made without one of float's own: those are slow, and some programs have them
+ * flushed to zero. */
+SIMD_INLINE float simd_from_f16(simd_f16 half) {
+    const uint32_t size = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
+    if (size < 0x400u)
+        return simd_from_bits(sign | simd_to_bits((float)size * (1.0f / 16777216.0f)));
+    return simd_from_bits(sign | ((size << 13) + (size < 0x7c00u ? 112u << 23 : 224u << 23)));
+}
+
+/* To nearest, ties to even. */
+SIMD_INLINE simd_f16 simd_to_f16(float x) {
+    const uint32_t bits = simd_to_bits(x), size = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    uint32_t half;
+    if (size > 0x7f800000u) {
+        half = 0x7e00u | ((size >> 13) & 0x3ffu); /* NaN */
+    } else if (size >= 0x47800000u) {
+        half = 0x7c00u; /* 65536 and more */
+    } else if (size >= 0x38800000u) {
+        const uint32_t rebased = size - (112u << 23);
+        half = (rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13; /* may carry into infinity, as it should */
+    } else {
+        half = simd_to_bits(simd_from_bits(size) + 0.5f) - 0x3f000000u; /* a unit of 0.5's last place is 2**-24 */
+    }
+    return (simd_f16)(sign | half);
+}
+
+/* --- what a table of kernels is --------------------------------------------------------------------- */
 
 /* Where prefetches go while a tile is worked on: through the rows of the next one, a run at a time.
  * A hint only: it may fall short of the rows or overshoot them. */
 typedef struct {
-    const float *const *rows;
+    const char *const *rows;
     ptrdiff_t n_rows;
-    ptrdiff_t width; /* floats of a row that will be read */
+    ptrdiff_t width; /* bytes of a row that will be read */
     ptrdiff_t row;   /* the next run starts here */
     ptrdiff_t column;
 } simd_ahead;
 
-/* The kernels of one instruction set. Rows of K and V are given by pointers, so that no kernel knows of
- * blocks. Scores of a tile lie position by position, s[t * s_stride + r], where r counts the query rows
- * of all heads, head by head: softmax works on all rows at once, with nothing to sum across lanes. */
+/* Where the next n lines to prefetch begin. Past the end: lines that are in the cache already. */
+SIMD_INLINE const char *simd_next_run(simd_ahead *ahead, ptrdiff_t n, const void *resident) {
+    if (ahead->row >= ahead->n_rows)
+        return (const char *)resident;
+    const char *run = ahead->rows[ahead->row] + ahead->column;
+    ahead->column += n * SIMD_LINE_BYTES;
+    while (ahead->column >= ahead->width) { /* rows of a block adjoin, so a run may span several */
+        ahead->column -= ahead->width;
+        ahead->row += 1;
+    }
+    return run;
+}
+
+/* The kernels that read rows as they are stored. Rows of K and V are given by pointers, so that no kernel knows of
+ * blocks; what a pointer points to is the first value of a head. The scales of int8 rows are not theirs to apply. */
+typedef struct {
+    /* s[t, h * n_rows + r] = q[h * n_rows + r] . k_rows[t][h * head_dim ...]; q padded to q_stride with zeros. */
+    void (*score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride, const char *const *k_rows,
+                       const char *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n, ptrdiff_t n_heads,
+                       ptrdiff_t n_rows, ptrdiff_t head_dim);
+    /* acc[h * n_rows + r] += sum over t of p[t, h * n_rows + r] * v_rows[t][v_offset + h * v_stride ...] */
+    void (*accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
+                            const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, simd_ahead *ahead,
+                            ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim);
+    /* n values to floats, times the scale if they are int8; and back, where an int8 scale is found and written. */
+    void (*widen)(float *dst, const void *src, float scale, ptrdiff_t n);
+    void (*narrow)(void *dst, float *scale, const float *src, ptrdiff_t n);
+} simd_dtype;
+
+/* The kernels of one instruction set. Scores of a tile lie position by position, s[t * s_stride + r], where r
+ * counts the query rows of all heads, head by head: softmax works on all rows at once, with nothing to sum
+ * across lanes. */
 typedef struct {
     const char *name;
     ptrdiff_t lanes;
-    /* s[t, h * n_rows + r] = q[h * n_rows + r] . k_rows[t][h * head_dim ...]; q padded to q_stride with zeros. */
-    void (*score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride, const float *const *k_rows,
-                       const float *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n, ptrdiff_t n_heads,
-                       ptrdiff_t n_rows, ptrdiff_t head_dim);
-    /* The same for one head and many rows: q from pack_panels. Writes whole panels. */
-    void (*score_panels)(float *s, ptrdiff_t s_stride, const float *panels, const float *const *k_rows, ptrdiff_t n,
-                         ptrdiff_t n_rows, ptrdiff_t head_dim);
+    simd_dtype dtypes[SIMD_DTYPES];
+    /* Scores of one head and many rows, lanes along the rows. q in panels, [head_dim][2 * lanes] each. Writes whole panels. */
+    void (*score_panels)(float *s, ptrdiff_t s_stride, const float *panels, const float *k, ptrdiff_t k_stride,
+                         ptrdiff_t n, ptrdiff_t n_rows, ptrdiff_t head_dim);
+    /* s[t, h * n_rows + r] *= the float at rows[t] + offset + 4 * h */
+    void (*scale_scores)(float *s, ptrdiff_t s_stride, const char *const *rows, ptrdiff_t offset, ptrdiff_t n,
+                         ptrdiff_t n_heads, ptrdiff_t n_rows);
     /* s = cap * tanh(s / cap) over n positions of `width` rows. */
     void (*cap_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float cap);
     /* s[t, r] -= slopes[r] * |places[r] - (first + t)| */
@@ -100,93 +182,9 @@ typedef struct {
      * by how much what was accumulated before has to shrink. Returns whether any fade is not 1. */
     int (*softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *most, float *total,
                         float *fade);
-    /* acc[h * n_rows + r] += sum over t of p[t, h * n_rows + r] * v_rows[t][v_offset + h * v_head_dim ...] */
-    void (*accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
-                            const float *const *v_rows, ptrdiff_t v_offset, simd_ahead *ahead, ptrdiff_t n,
-                            ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim);
     /* dst = factor * src, and dst += factor * src. */
     void (*scale_row)(float *dst, const float *src, float factor, ptrdiff_t n);
     void (*add_scaled_row)(float *dst, const float *src, float factor, ptrdiff_t n);
 } simd_kernels;
-
-/* --- every instruction set that this compiler can aim at, the plainest first ----------------------- */
-
-#define SIMD_ISA plain
-#include "simd_plain.h"
-#include "simd_math.h"
-#include "attend_kernels.h"
-#include "simd_end.h"
-
-#if defined(__SSE2__) || defined(_M_X64)
-#define SIMD_HAS_SSE2 1
-#define SIMD_ISA sse2
-#include "simd_sse2.h"
-#include "simd_math.h"
-#include "attend_kernels.h"
-#include "simd_end.h"
-#endif
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SIMD_HAS_AVX 1
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-#define SIMD_ISA avx2
-#include "simd_avx2.h"
-#include "simd_math.h"
-#include "attend_kernels.h"
-#include "simd_end.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f")
-#endif
-#define SIMD_ISA avx512
-#include "simd_avx512.h"
-#include "simd_math.h"
-#include "attend_kernels.h"
-#include "simd_end.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-#if defined(__aarch64__) && defined(__ARM_NEON)
-#define SIMD_HAS_NEON 1
-#define SIMD_ISA neon
-#include "simd_neon.h"
-#include "simd_math.h"
-#include "attend_kernels.h"
-#include "simd_end.h"
-#endif
-
-/* The i-th set that this machine can run, the best first; NULL past the last. */
-static const simd_kernels *simd_supported(int i) {
-    const simd_kernels *sets[5];
-    int n = 0;
-#ifdef SIMD_HAS_AVX
-    if (__builtin_cpu_supports("avx512f"))
-        sets[n++] = &kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        sets[n++] = &kernels_avx2;
-#endif
-#ifdef SIMD_HAS_SSE2
-    sets[n++] = &kernels_sse2;
-#endif
-#ifdef SIMD_HAS_NEON
-    sets[n++] = &kernels_neon;
-#endif
-    sets[n++] = &kernels_plain;
-    return i >= 0 && i < n ? sets[i] : NULL;
-}
 
 #endif

@@ -1,4 +1,4 @@
-/* The vocabulary in AVX2 and FMA. */
+/* The vocabulary in AVX2, FMA and F16C. */
 
 #define LANES 8
 
@@ -42,6 +42,19 @@ SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d
     __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a4, b4), _mm_unpackhi_ps(a4, b4)); /* a02 b02 a13 b13 */
     __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c4, d4), _mm_unpackhi_ps(c4, d4));
     _mm_storeu_ps(p, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+}
+SIMD_INLINE V(vec) V(load_f16)(const simd_f16 *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+SIMD_INLINE V(vec) V(load_bf16)(const simd_bf16 *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
+}
+SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */

@@ -41,6 +41,17 @@ SIMD_INLINE float V(sum)(V(vec) v) { return vaddvq_f32(v); }
 SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
     vst1q_f32(p, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
+SIMD_INLINE V(vec) V(load_f16)(const simd_f16 *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+SIMD_INLINE V(vec) V(load_bf16)(const simd_bf16 *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
+SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */
 #define ACC_VECS(n) 4

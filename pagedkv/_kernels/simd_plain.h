@@ -55,7 +55,7 @@ SIMD_INLINE V(vec) V(select_less)(V(vec) x, V(vec) y, V(vec) a, V(vec) b) {
 SIMD_INLINE V(ivec) V(to_int)(V(vec) x) {
     V(ivec) r;
     for (int i = 0; i < 4; ++i) /* a conversion that does not fit is undefined in C */
-        r.x[i] = x.x[i] > -1e6f && x.x[i] < 1e6f ? (int)(x.x[i] + (x.x[i] < 0.0f ? -0.5f : 0.5f)) : 0;
+        r.x[i] = x.x[i] > -1e6f && x.x[i] < 1e6f ? (int)lrintf(x.x[i]) : 0;
     return r;
 }
 SIMD_INLINE V(vec) V(to_float)(V(ivec) v) {
@@ -78,6 +78,26 @@ SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d
     p[1] = V(sum)(b);
     p[2] = V(sum)(c);
     p[3] = V(sum)(d);
+}
+SIMD_INLINE V(vec) V(load_f16)(const simd_f16 *p) {
+    V(vec) r;
+    for (int i = 0; i < 4; ++i)
+        r.x[i] = simd_from_f16(p[i]);
+    return r;
+}
+SIMD_INLINE V(vec) V(load_bf16)(const simd_bf16 *p) {
+    V(vec) r;
+    for (int i = 0; i < 4; ++i)
+        r.x[i] = simd_from_bits((uint32_t)p[i] << 16);
+    return r;
+}
+SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
+    V(vec) r = {{p[0], p[1], p[2], p[3]}};
+    return r;
+}
+SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
+    for (int i = 0; i < 4; ++i)
+        p[i] = simd_to_f16(v.x[i]);
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows. */

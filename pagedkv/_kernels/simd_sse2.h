@@ -49,6 +49,35 @@ SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d
     __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
     _mm_storeu_ps(p, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
 }
+SIMD_INLINE V(vec) V(load_f16)(const simd_f16 *p) { /* as simd_from_f16 */
+    const __m128i bias = _mm_set1_epi32(112 << 23);
+    __m128i bits = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)(const void *)p), _mm_setzero_si128());
+    __m128i size = _mm_and_si128(bits, _mm_set1_epi32(0x7fff));
+    __m128i sign = _mm_slli_epi32(_mm_xor_si128(bits, size), 16);
+    __m128i normal = _mm_add_epi32(_mm_slli_epi32(size, 13), bias);
+    normal = _mm_add_epi32(normal, _mm_and_si128(_mm_cmpgt_epi32(size, _mm_set1_epi32(0x7bff)), bias));
+    __m128i small = _mm_castps_si128(_mm_mul_ps(_mm_cvtepi32_ps(size), _mm_set1_ps(0x1p-24f)));
+    __m128i is_small = _mm_cmplt_epi32(size, _mm_set1_epi32(0x400));
+    size = _mm_or_si128(_mm_and_si128(is_small, small), _mm_andnot_si128(is_small, normal));
+    return _mm_castsi128_ps(_mm_or_si128(size, sign));
+}
+SIMD_INLINE V(vec) V(load_bf16)(const simd_bf16 *p) {
+    __m128i bits = _mm_loadl_epi64((const __m128i *)(const void *)p);
+    return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), bits));
+}
+SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
+    int four;
+    memcpy(&four, p, sizeof four);
+    __m128i x = _mm_cvtsi32_si128(four);
+    x = _mm_unpacklo_epi8(x, x);
+    return _mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(x, x), 24));
+}
+SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
+    float x[4];
+    _mm_storeu_ps(x, v);
+    for (int i = 0; i < 4; ++i)
+        p[i] = simd_to_f16(x[i]);
+}
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */
 #define ACC_VECS(n) ((n) <= 2 ? 4 : 2)

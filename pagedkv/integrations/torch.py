@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# NumPy has no bfloat16: its rows are their bits.
-_BFLOAT16_BITS = np.dtype(np.uint16)
+# What a store's dtype is as a tensor. NumPy has no bfloat16: there its rows are their bits.
+_TENSOR_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def as_rows(tensor: torch.Tensor, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
     """A tensor's values as an array that `PagedKvCache.push`, `Step.write` and `paged_attention` take.
 
     The memory is shared where the tensor has that dtype already, whatever its strides; otherwise the
@@ -23,8 +23,8 @@ def as_rows(tensor: torch.Tensor, dtype: npt.DTypeLike = np.float32) -> npt.NDAr
     ----------
     tensor : torch.Tensor
         On the CPU; float32, float16, bfloat16 or float64.
-    dtype : dtype, optional
-        float32; float16; or uint16, which stands for the bits of bfloat16.
+    dtype : "float32", "float16" or "bfloat16", optional
+        bfloat16 comes as its bits, uint16: what a bfloat16 store takes bit for bit.
 
     Returns
     -------
@@ -52,15 +52,10 @@ def as_rows(tensor: torch.Tensor, dtype: npt.DTypeLike = np.float32) -> npt.NDAr
         raise TypeError(f"tensor: expected floating point values, got {tensor.dtype}")
     if tensor.device.type != "cpu":
         raise ValueError(f"tensor: expected a tensor on the CPU, got one on {tensor.device}")
-    wanted = np.dtype(dtype)
-    values = tensor.detach()
-    if wanted == np.float32:
-        return values.to(torch.float32).numpy()
-    if wanted == np.float16:
-        return values.to(torch.float16).numpy()
-    if wanted == _BFLOAT16_BITS:
-        return values.to(torch.bfloat16).view(torch.uint16).numpy()
-    raise ValueError(f"dtype: expected float32, float16 or uint16 (the bits of bfloat16), got {wanted}")
+    if dtype not in _TENSOR_DTYPES:
+        raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype!r}")
+    values = tensor.detach().to(_TENSOR_DTYPES[dtype])
+    return (values.view(torch.uint16) if dtype == "bfloat16" else values).numpy()
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:

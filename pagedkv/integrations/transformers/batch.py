@@ -312,7 +312,7 @@ class _PassLayer(CacheLayerMixin):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        dtype = self._pass.stores.group_of(keys.layer).store.dtype
+        dtype = self._pass.stores.group_of(keys.layer).row_dtype
         if mask is not None:
             raise ValueError("attention_mask: expected none, a batch of sequences in a row has no padding")
         self._pass.write(keys.layer, *(as_rows(rows[0].transpose(0, 1), dtype) for rows in (keys.rows, value)))

@@ -65,10 +65,10 @@ class _Batch:
         if running is None:
             raise RuntimeError(f"layer {layer} attends again after its forward pass has ended")
         if not keys.is_written:
-            store = self.stores.group_of(layer).store
-            running.write(layer, self._pack(keys.rows, store.dtype), self._pack(value, store.dtype))
+            dtype = self.stores.group_of(layer).row_dtype
+            running.write(layer, self._pack(keys.rows, dtype), self._pack(value, dtype))
             keys.is_written = True
-        attended = as_tensor(running.attend(layer, self._pack(query, np.dtype(np.float32)), **options), query.dtype)
+        attended = as_tensor(running.attend(layer, self._pack(query, "float32"), **options), query.dtype)
         if running.is_complete:
             self._pass = None
             running.commit()
@@ -101,7 +101,7 @@ class _Batch:
         self._pass = ForwardPass(self.stores, sequences, query_lens)
         self.sequences, self._kept_rows = sequences, kept
 
-    def _pack(self, rows: torch.Tensor, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def _pack(self, rows: torch.Tensor, dtype: str) -> npt.NDArray[Any]:
         """``[batch, heads, positions, dim]`` as ``[n_rows, heads, dim]``, without what is padding."""
         packed = rows.transpose(1, 2).flatten(0, 1)
         return as_rows(packed if self._kept_rows is None else packed[self._kept_rows], dtype)
@@ -151,7 +151,7 @@ class _Batch:
         try:
             for number, group in enumerate(self.stores.groups):
                 sides = [[pending[layer][side].transpose(1, 2) for layer in group.layers] for side in (0, 1)]
-                k, v = (as_rows(torch.stack(side), group.store.dtype) for side in sides)
+                k, v = (as_rows(torch.stack(side), group.row_dtype) for side in sides)
                 for row, sequence in enumerate(self.sequences):
                     sequence.caches[number].append_contiguous(group.store, k[:, row], v[:, row], n_new)
         except BaseException:
@@ -226,10 +226,18 @@ def _gather_rows(
     ids = cache.block_table[start : -(-cache.seq_len // store.block_size)].tolist()
     rows = slice(first - start * store.block_size, cache.seq_len - start * store.block_size)
     if not ids or rows.start >= rows.stop:
-        return np.empty((0, store.k_width), store.dtype), np.empty((0, store.v_width), store.dtype)
-    k = np.concatenate([store.k_block(block, layer) for block in ids])
-    v = np.concatenate([store.v_block(block, layer) for block in ids])
-    return k[rows], v[rows]
+        return np.empty((0, store.k_width), np.float32), np.empty((0, store.v_width), np.float32)
+    k = np.concatenate([store.k_block(block, layer) for block in ids])[rows]
+    v = np.concatenate([store.v_block(block, layer) for block in ids])[rows]
+    if store.dtype == "int8":  # a scale for each row and head
+        k = _scale(k, np.concatenate([store.k_scales(block, layer) for block in ids])[rows])
+        v = _scale(v, np.concatenate([store.v_scales(block, layer) for block in ids])[rows])
+    return k, v
+
+
+def _scale(rows: npt.NDArray[Any], scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    heads = rows.reshape(*scales.shape, -1).astype(np.float32)
+    return (heads * scales[..., None]).reshape(rows.shape)
 
 
 def _stack(rows: list[npt.NDArray[Any]], n_positions: int, like: torch.Tensor) -> torch.Tensor:

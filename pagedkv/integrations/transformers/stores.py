@@ -53,6 +53,11 @@ class LayerGroup:
         return 0 if self.window is None else max(0, seq_len + 1 - self.window)
 
     @property
+    def row_dtype(self) -> str:
+        """How rows are handed to the store: as they will be stored, where that is a float."""
+        return self.store.dtype if self.store.dtype in ("float16", "bfloat16") else "float32"
+
+    @property
     def nbytes_held(self) -> int:
         """Bytes of the blocks that somebody holds."""
         held = self.store.total_blocks - self.store.free_block_count
@@ -99,8 +104,9 @@ class PagedStores:
         Blocks of each store: ``ceil(positions / block_size)`` for every sequence that is not shared.
     block_size : int, optional
         Positions of a block.
-    dtype : dtype, optional
-        What `PagedKvStore` stores. Rows are converted from and to the model's own.
+    dtype : optional
+        That of `PagedKvStore`: "float32", "float16", "bfloat16" or "int8". Rows are converted from and to the
+        model's own.
     debug : bool, optional
         As for `PagedKvStore`.
 

@@ -1,0 +1,217 @@
+/* Scores and accumulation for few query rows, straight from rows of any dtype: what decoding runs on. No guard:
+ * included once per instruction set and dtype (see simd_dtypes.h), where T(name) is name_<isa>_<dtype>, and
+ * LOAD(p) is a vector of the floats that LANES values at p stand for.
+ *
+ * A tile is a few positions whose rows of K and V are given by pointers. Each row is read and converted once for
+ * up to four or six query rows that share it; what is kept in registers meanwhile is said at each kernel.
+ */
+
+#define LOAD(p) T(load)(p)
+#define LOAD_PART(p, n) T(load_part)(p, n)
+/* Values at a time, and values in a cache line: what one prefetch brings. */
+#define STRIDE 16
+#define LINE (64 / (ptrdiff_t)sizeof(ELEMENT))
+
+/* --- scores: lanes along head_dim ------------------------------------------------------------------ */
+
+/* nt rows of K by nr query rows, nt * nr sums in registers. */
+SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
+                              const char *const *k_rows, const char *const *ahead, ptrdiff_t k_offset,
+                              ptrdiff_t ahead_offset, ptrdiff_t head_dim, const int nt, const int nr) {
+    const ELEMENT *k[4], *next[4];
+    V(vec) sums[4][4];
+    SIMD_UNROLL
+    for (int i = 0; i < nt; ++i) {
+        k[i] = (const ELEMENT *)k_rows[i] + k_offset;
+        next[i] = (const ELEMENT *)ahead[i] + ahead_offset;
+        SIMD_UNROLL
+        for (int j = 0; j < nr; ++j)
+            sums[i][j] = V(zero)();
+    }
+    ptrdiff_t d = 0;
+    for (; d + STRIDE <= head_dim; d += STRIDE) {
+        if (d % LINE == 0) { /* always, where a line holds no more values than a stride */
+            SIMD_UNROLL
+            for (int i = 0; i < nt; ++i)
+                SIMD_PREFETCH(next[i] + d);
+        }
+        SIMD_UNROLL
+        for (int u = 0; u < STRIDE; u += LANES) {
+            V(vec) row[4];
+            SIMD_UNROLL
+            for (int i = 0; i < nt; ++i) {
+                row[i] = LOAD(k[i] + d + u);
+                if (nr > 1)
+                    IN_REGISTER(row[i]);
+            }
+            SIMD_UNROLL
+            for (int j = 0; j < nr; ++j) {
+                V(vec) query = V(load)(q + j * q_stride + d + u);
+                IN_REGISTER(query);
+                SIMD_UNROLL
+                for (int i = 0; i < nt; ++i)
+                    sums[i][j] = V(fma)(row[i], query, sums[i][j]);
+            }
+        }
+    }
+    for (; d < head_dim; d += LANES) {
+        const ptrdiff_t left = head_dim - d;
+        SIMD_UNROLL
+        for (int i = 0; i < nt; ++i) {
+            V(vec) row = left < LANES ? LOAD_PART(k[i] + d, left) : LOAD(k[i] + d);
+            SIMD_UNROLL
+            for (int j = 0; j < nr; ++j)
+                sums[i][j] = V(fma)(row, V(load)(q + j * q_stride + d), sums[i][j]);
+        }
+    }
+    SIMD_UNROLL
+    for (int i = 0; i < nt; ++i) {
+        if (nr == 4) {
+            V(store_sums4)(s + i * s_stride, sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+        } else {
+            SIMD_UNROLL
+            for (int j = 0; j < nr; ++j)
+                s[i * s_stride + j] = V(sum)(sums[i][j]);
+        }
+    }
+}
+
+/* nt rows of K by the query rows [first, end) of every head, nr at a time: heads go in the order in which they
+ * lie in memory. */
+#define DOT_STRIP(NT, NR, first, end)                                                                         \
+    for (ptrdiff_t h = 0; h < n_heads; ++h)                                                                   \
+        for (ptrdiff_t r = first; r < end; r += NR)                                                           \
+            T(dot_block)(s + t * s_stride + h * n_rows + r, s_stride, q + (h * n_rows + r) * q_stride, q_stride, \
+                         k_rows + t, ahead + t, h * head_dim, h * ahead_dim, head_dim, NT, NR);
+
+static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
+                          const char *const *k_rows, const char *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n,
+                          ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim) {
+    const ptrdiff_t fours = n_rows / 4 * 4, rest = n_rows - fours;
+    ptrdiff_t t = 0;
+    /* Few query rows leave registers for more rows of K. */
+    for (; n_rows <= 2 && t + 4 <= n; t += 4) {
+        if (n_rows == 1) {
+            DOT_STRIP(4, 1, 0, 1)
+        } else {
+            DOT_STRIP(4, 2, 0, 2)
+        }
+    }
+    for (; t + 2 <= n; t += 2) {
+        DOT_STRIP(2, 4, 0, fours)
+        if (rest == 3) {
+            DOT_STRIP(2, 3, fours, n_rows)
+        } else if (rest == 2) {
+            DOT_STRIP(2, 2, fours, n_rows)
+        } else if (rest == 1) {
+            DOT_STRIP(2, 1, fours, n_rows)
+        }
+    }
+    for (; t < n; ++t)
+        DOT_STRIP(1, 1, 0, n_rows)
+}
+#undef DOT_STRIP
+
+/* --- accumulation: lanes along v_head_dim ---------------------------------------------------------- */
+
+/* nr query rows by nv vectors of the output stay in registers over all positions of the tile. */
+SIMD_INLINE void T(add_block)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
+                              const char *const *v_rows, ptrdiff_t v_offset, const char *ahead, ptrdiff_t n,
+                              const int nr, const int nv) {
+    V(vec) sums[6][4];
+    SIMD_UNROLL
+    for (int j = 0; j < nr; ++j)
+        SIMD_UNROLL
+        for (int u = 0; u < nv; ++u)
+            sums[j][u] = V(load)(acc + j * acc_stride + u * LANES);
+    for (ptrdiff_t t = 0; t < n; ++t) {
+        V(vec) value[4];
+        SIMD_UNROLL
+        for (int u = 0; u < nv; ++u)
+            value[u] = LOAD((const ELEMENT *)v_rows[t] + v_offset + u * LANES);
+        SIMD_PREFETCH(ahead + t * SIMD_LINE_BYTES);
+        SIMD_UNROLL
+        for (int j = 0; j < nr; ++j) {
+            const V(vec) weight = V(set1)(p[t * p_stride + j]);
+            SIMD_UNROLL
+            for (int u = 0; u < nv; ++u)
+                sums[j][u] = V(fma)(weight, value[u], sums[j][u]);
+        }
+    }
+    SIMD_UNROLL
+    for (int j = 0; j < nr; ++j)
+        SIMD_UNROLL
+        for (int u = 0; u < nv; ++u)
+            V(store)(acc + j * acc_stride + u * LANES, sums[j][u]);
+}
+
+/* The last, partial vector of the head. */
+SIMD_INLINE void T(add_tail)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
+                             const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t n, ptrdiff_t nr,
+                             ptrdiff_t left) {
+    for (ptrdiff_t j = 0; j < nr; ++j) {
+        V(vec) sum = V(load)(acc + j * acc_stride);
+        for (ptrdiff_t t = 0; t < n; ++t)
+            sum = V(fma)(V(set1)(p[t * p_stride + j]), LOAD_PART((const ELEMENT *)v_rows[t] + v_offset, left), sum);
+        V(store)(acc + j * acc_stride, sum);
+    }
+}
+
+/* nr query rows of one head over the whole head dimension. */
+SIMD_INLINE void T(add_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
+                             const char *const *v_rows, ptrdiff_t v_offset, simd_ahead *ahead, ptrdiff_t n,
+                             ptrdiff_t v_head_dim, const int nr) {
+    const int most = ACC_VECS(nr);
+    ptrdiff_t d = 0, left = v_head_dim / LANES;
+    while (left > 0) {
+        /* As many vectors as fit into registers, but rather 2 + 2 than 3 + 1. */
+        const ptrdiff_t nv = left <= most ? left : left == most + 1 ? (left + 1) / 2 : most;
+        const char *run = simd_next_run(ahead, n, acc);
+#define ADD_BLOCK(NV)                                                                                         \
+    case NV:                                                                                                  \
+        if (NV <= most)                                                                                       \
+            T(add_block)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, run, n, nr, NV);             \
+        break;
+        switch (nv) {
+            ADD_BLOCK(1)
+            ADD_BLOCK(2)
+            ADD_BLOCK(3)
+            ADD_BLOCK(4)
+        }
+#undef ADD_BLOCK
+        d += nv * LANES;
+        left -= nv;
+    }
+    if (d < v_head_dim)
+        T(add_tail)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, n, nr, v_head_dim - d);
+}
+
+static void T(accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
+                               const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, simd_ahead *ahead,
+                               ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim) {
+    for (ptrdiff_t h = 0; h < n_heads; ++h) {
+        for (ptrdiff_t r = 0; r < n_rows;) {
+            const ptrdiff_t left = n_rows - r, nr = left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left;
+            const ptrdiff_t row = h * n_rows + r;
+#define ADD_ROWS(NR)                                                                                          \
+    case NR:                                                                                                  \
+        T(add_rows)(acc + row * acc_stride, acc_stride, p + row, p_stride, v_rows,                            \
+                    v_offset + h * v_stride, ahead, n, v_head_dim, NR);                                     \
+        break;
+            switch (nr) {
+                ADD_ROWS(1)
+                ADD_ROWS(2)
+                ADD_ROWS(3)
+                ADD_ROWS(4)
+                ADD_ROWS(6)
+            }
+#undef ADD_ROWS
+            r += nr;
+        }
+    }
+}
+
+#undef LOAD
+#undef LOAD_PART
+#undef STRIDE
+#undef LINE

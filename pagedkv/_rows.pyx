@@ -1,0 +1,182 @@
+"""BlockRows: the K, or the V, of all blocks of a store, in whatever dtype.
+
+A float32 row is `n_heads * head_dim` floats. Every other row is bytes, which only the kernels and the views
+that users see look into:
+
+    float16, bfloat16    [ values, 2 bytes each ]
+    int8                 [ values, 1 byte each | up to 3 bytes unused | n_heads scales, float32 ]
+
+An int8 value stands for itself times the scale of its row and head.
+"""
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t
+
+from pagedkv._arrays cimport empty_bytes, is_float32
+from pagedkv._kernels.rows cimport append_rows, copy_rows, erase_rows, gather_blocks, put_step, scatter_rows
+from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16, SIMD_F32, SIMD_I8
+
+import numpy as np
+
+cdef dict KINDS = {"float32": SIMD_F32, "float16": SIMD_F16, "bfloat16": SIMD_BF16, "int8": SIMD_I8}
+# What NumPy sees: it has no bfloat16, and shows the bits.
+cdef dict STORED = {SIMD_F32: np.dtype(np.float32), SIMD_F16: np.dtype(np.float16), SIMD_BF16: np.dtype(np.uint16),
+                    SIMD_I8: np.dtype(np.int8)}
+
+
+cdef str dtype_name(dtype):
+    name = None
+    if type(dtype) is str and dtype in KINDS:
+        return dtype
+    try:
+        found = np.dtype(dtype) if dtype is not None else None
+        name = str(found.name) if found is not None and found.isnative else None
+    except Exception:  # a dtype is parsed, and may run code of the caller's
+        pass
+    if name not in KINDS:
+        raise ValueError(f"dtype: expected float32, float16, bfloat16 or int8, got {dtype!r}")
+    return name
+
+
+cdef int dtype_kind(str name) except -1:
+    return KINDS[name]
+
+
+cdef object row_layout(int kind, object n_heads, object head_dim):
+    values = n_heads * head_dim * STORED[kind].itemsize
+    if kind != SIMD_I8:
+        return values, 0
+    scales = (values + 3) // 4 * 4
+    return scales + 4 * n_heads, scales
+
+
+cdef class GivenRows:
+    pass
+
+
+cdef class BlockRows:
+
+    def __cinit__(self, int kind=SIMD_F32, n_layers=0, total_blocks=0, Py_ssize_t block_size=1, Py_ssize_t n_heads=0,
+                  Py_ssize_t head_dim=0, bint prefault=False):
+        cdef object row_bytes, scales_at, memory, rows
+        row_bytes, scales_at = row_layout(kind, int(n_heads), int(head_dim))
+        memory = empty_bytes(n_layers * total_blocks * block_size * row_bytes)
+        if prefault:
+            memory.fill(0)
+        self.kind = kind
+        self.block_size = block_size
+        self.n_heads = n_heads
+        self.head_dim = head_dim
+        self.row_bytes = row_bytes
+        self.format.dtype = kind
+        self.format.n_heads = n_heads
+        self.format.head_dim = head_dim
+        self.format.row_bytes = row_bytes
+        self.format.scales = scales_at
+        rows = memory.reshape(n_layers, total_blocks * block_size, row_bytes)
+        if kind == SIMD_F32:
+            self.floats = rows.view(np.float32)
+        else:
+            self.packed = rows
+        # Views that are handed out must not be made writable again: NumPy asks the owner.
+        memory.base.flags.writeable = False
+        rows = memory.reshape(n_layers, total_blocks, block_size, row_bytes)
+        rows.flags.writeable = False
+        self.blocks = rows[..., :n_heads * head_dim * STORED[kind].itemsize].view(STORED[kind])
+        self.scales = rows[..., scales_at:].view(np.float32) if kind == SIMD_I8 else None
+
+    # --- what callers give ---
+
+    cdef GivenRows given(self, cnp.ndarray rows):
+        cdef GivenRows given = GivenRows()
+        given.is_float = is_float32(rows)
+        if given.is_float:
+            given.floats = rows
+        else:
+            given.own = rows
+        return given
+
+    cdef bint overlaps(self, cnp.ndarray rows) noexcept:
+        cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
+        cdef const char* start
+        cdef Py_ssize_t n_rows
+        if self.kind == SIMD_F32:
+            if self.floats.shape[0] == 0:
+                return False
+            start = <const char*>&self.floats[0, 0, 0]
+            n_rows = self.floats.shape[0] * self.floats.shape[1]
+        else:
+            start = <const char*>&self.packed[0, 0, 0]
+            n_rows = self.packed.shape[0] * self.packed.shape[1]
+        return start <= address < start + n_rows * self.row_bytes
+
+    # --- moving them ---
+
+    cdef void put(self, Py_ssize_t row, const char* src, bint is_float) noexcept nogil:
+        cdef Py_ssize_t float_bytes = self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
+        if self.kind == SIMD_F32:
+            put_step(self.floats, row, src, float_bytes, NULL)
+        elif is_float:
+            put_step(self.packed, row, src, float_bytes, &self.format)
+        else:
+            put_step(self.packed, row, src, self.row_bytes, NULL)
+
+    cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
+                     int n_threads) noexcept nogil:
+        cdef Py_ssize_t layer
+        if self.kind == SIMD_F32:
+            for layer in range(self.floats.shape[0]):
+                append_rows(self.floats[layer], src.floats[layer], NULL, table, self.block_size, start, n, n_threads)
+        elif src.is_float:
+            for layer in range(self.packed.shape[0]):
+                append_rows(
+                    self.packed[layer], src.floats[layer], &self.format, table, self.block_size, start, n, n_threads)
+        else:
+            for layer in range(self.packed.shape[0]):
+                append_rows(self.packed[layer], src.own[layer], NULL, table, self.block_size, start, n, n_threads)
+
+    cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
+                      int n_threads) noexcept nogil:
+        if self.kind == SIMD_F32:
+            scatter_rows(self.floats[layer], src.floats[0], NULL, slots, n, n_threads)
+        elif src.is_float:
+            scatter_rows(self.packed[layer], src.floats[0], &self.format, slots, n, n_threads)
+        else:
+            scatter_rows(self.packed[layer], src.own[0], NULL, slots, n, n_threads)
+
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,
+                     int n_threads) noexcept nogil:
+        if self.kind == SIMD_F32:
+            gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, n, n_threads)
+        else:
+            gather_blocks(dst, self.packed[layer], &self.format, table, self.block_size, n, n_threads)
+
+    cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t layer, size = self.block_size
+        if self.kind == SIMD_F32:
+            for layer in range(self.floats.shape[0]):
+                copy_rows(self.floats[layer], dst * size, src * size, n)
+        else:
+            for layer in range(self.packed.shape[0]):
+                copy_rows(self.packed[layer], dst * size, src * size, n)
+
+    cdef void erase_block(self, int32_t block) noexcept nogil:
+        cdef Py_ssize_t layer, size = self.block_size
+        if self.kind == SIMD_F32:
+            for layer in range(self.floats.shape[0]):
+                erase_rows(self.floats[layer], block * size, size)
+        else:
+            for layer in range(self.packed.shape[0]):
+                erase_rows(self.packed[layer], block * size, size)
+
+    # --- reading them ---
+
+    cdef void view_layer(self, RowView* view, Py_ssize_t layer) noexcept nogil:
+        if self.kind == SIMD_F32:
+            view.rows = <const char*>&self.floats[layer, 0, 0]
+        else:
+            view.rows = <const char*>&self.packed[layer, 0, 0]
+        view.row_bytes = self.row_bytes
+        view.head_dim = self.head_dim
+        view.head_bytes = self.head_dim * (4 if self.kind == SIMD_F32 else 1 if self.kind == SIMD_I8 else 2)
+        view.scales = self.format.scales
