@@ -310,6 +310,18 @@ def test_an_exception_in_a_layer_leaves_the_cache_as_it_was(attention):
     assert held(stores) == [0, 0]
 
 
+def test_a_layer_that_cannot_attend_gives_its_blocks_back_at_once():
+    model = make_model("llama", "pagedkv")
+    stores = stores_for(model)
+    cache = PagedCache(stores)
+    rows = torch.ones(1, 2, 9, 12)
+    key, value = cache.update(rows, rows, 0)
+    attend = transformers.AttentionInterface()["pagedkv"]
+    with pytest.raises(ValueError, match="sinks"):
+        attend(model.model.layers[0].self_attn, torch.ones(1, 4, 9, 12), key, value, None, s_aux=torch.ones(3))
+    assert held(stores) == [0]
+
+
 def refused(model, cache, message, error=ValueError, **inputs):
     before = cache.get_seq_length(), held(cache.stores)
     with pytest.raises(error, match=message), torch.no_grad():

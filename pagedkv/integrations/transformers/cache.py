@@ -58,6 +58,20 @@ class _Batch:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
+        try:
+            return self._attend(keys, query, value, mask, options)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _attend(
+        self,
+        keys: PagedKeys,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
         layer = keys.layer
         if not keys.is_written and (self._pass is None or layer in self._pass.written):
             self._begin(keys.rows, mask)
