@@ -354,6 +354,34 @@ def test_what_is_refused():
         cache.crop(-7)
 
 
+def test_masks_of_other_patterns_are_refused():
+    from transformers import masking_utils as masks
+
+    config = make_model("mistral", "pagedkv").config
+    inputs = {"config": config, "inputs_embeds": torch.ones(1, 5, 48), "attention_mask": None, "cache": None}
+    assert masks.create_causal_mask(**inputs) is None
+    assert masks.create_sliding_window_causal_mask(**inputs) is None
+    both = torch.tensor([[0, 0, 1, 1, 1]])
+    for make, more in [
+        (masks.create_causal_mask, {"or_mask_function": lambda b, h, q, k: k < 3}),
+        (masks.create_sliding_window_causal_mask, {"and_mask_function": lambda b, h, q, k: k > 1}),
+        (masks.create_causal_mask, {"block_sequence_ids": both}),
+        (masks.create_causal_mask, {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}),  # packed sequences
+        (masks.create_bidirectional_mask, {}),
+    ]:
+        with pytest.raises(ValueError, match="another pattern"):
+            make(**inputs, **more)
+
+
+def test_a_window_that_the_configuration_does_not_know_is_refused():
+    model = make_model("mistral", "pagedkv")
+    cache, rows = PagedCache(stores_for(model)), torch.ones(1, 2, 3, 16)
+    key, value = cache.update(rows, rows, 0)
+    attend = transformers.AttentionInterface()["pagedkv"]
+    with pytest.raises(ValueError, match="sliding_window: expected 9"):
+        attend(model.model.layers[0].self_attn, torch.ones(1, 4, 3, 16), key, value, None, sliding_window=8)
+
+
 def test_dropout_and_weights_are_refused():
     model = make_model("llama", "pagedkv", attention_dropout=0.1)
     cache, ids = PagedCache(stores_for(model)), torch.tensor([make_prompt(6)])

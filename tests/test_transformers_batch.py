@@ -177,6 +177,9 @@ def test_sampling():
     together = answers_of(model, PROMPTS, seed=3, **options)
     assert together == answers_of(model, PROMPTS, seed=3, max_running=1, **options)
     assert together != answers_of(model, PROMPTS, seed=4, **options)
+    [first, second] = answers_of(model, PROMPTS[:1] * 2, seed=3, **options)
+    assert first != second
+    assert [second] == answers_of(model, PROMPTS[:1], seed=4, **options)
 
     prompt = PROMPTS[4]
     with torch.no_grad():
