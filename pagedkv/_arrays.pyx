@@ -113,9 +113,13 @@ cdef cnp.ndarray as_ndarray(object array, str name, str expected):
     if array is None:
         raise TypeError(f"{name}: expected {expected}, got None")
     try:
+        if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+            return np.from_dlpack(array)
         return np.asarray(array)
     except ValueError as error:  # lists of unequal length, and the like
         raise ValueError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
+    except (TypeError, RuntimeError, BufferError) as error:  # of other libraries: what NumPy cannot look into
+        raise TypeError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
 
 
 cdef cnp.ndarray as_native(object array, str name, str expected):

@@ -48,6 +48,19 @@ def row(store):
 
 
 @pytest.fixture
+def one_thread():
+    """For small models of torch: they are slower on several, and far slower where something else runs beside."""
+    import torch
+
+    before = torch.get_num_threads(), pagedkv.get_num_threads()
+    torch.set_num_threads(1)
+    pagedkv.set_num_threads(1)
+    yield
+    torch.set_num_threads(before[0])
+    pagedkv.set_num_threads(before[1])
+
+
+@pytest.fixture
 def world():
     """A store of three layers, a sequence of six positions in it, and contiguous caches."""
     return World()

@@ -13,6 +13,8 @@ import pagedkv
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
+OPTIONAL = ("torch", "transformers")  # what an extra brings
+
 # --- README -------------------------------------------------------------------------------------------
 
 
@@ -35,6 +37,9 @@ def test_chapters_are_found():
 
 @pytest.mark.parametrize(("title", "code"), readme_chapters(), ids=[title for title, _ in readme_chapters()])
 def test_the_readmes_examples_run(title, code):
+    for name in OPTIONAL:
+        if re.search(rf"^\s*(?:from|import) {name}\b", code, flags=re.MULTILINE):
+            pytest.importorskip(name)
     if ">>>" in code:
         run_doctest(code, title)
     else:
@@ -90,6 +95,17 @@ def examples():
             if isinstance(text, str) and ">>>" in text:
                 found[name] = inspect.cleandoc(text)
     return found
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers.stores", "transformers.cache", "transformers.batch"])
+def test_the_integrations_examples_run(name):
+    for package in OPTIONAL if name.startswith("transformers") else OPTIONAL[:1]:
+        pytest.importorskip(package)
+    module = importlib.import_module(f"pagedkv.integrations.{name}")
+    found = {where: text for where, thing in documented(module) if ">>>" in (text := inspect.getdoc(thing) or "")}
+    assert found
+    for where, text in found.items():
+        run_doctest(text, where)
 
 
 def run_doctest(text, name):

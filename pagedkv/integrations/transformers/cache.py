@@ -1,0 +1,431 @@
+"""`PagedCache`: what a model is given as ``cache``, or ``past_key_values``.
+
+With the attention function ``pagedkv`` a forward pass is a `ForwardPass` (a `pagedkv.Step` in every store): it opens
+when the first layer attends and commits when the last one has. With any other attention function the layers
+are handed gathered copies, and the new rows are appended when the last layer has come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from pagedkv import PagedKvCache
+from pagedkv.integrations.torch import as_rows, as_tensor
+from pagedkv.integrations.transformers.attention import NAME, PagedKeys, count_padding
+from pagedkv.integrations.transformers.stores import ForwardPass, LayerGroup, PagedSequence, PagedStores
+
+
+class _Batch:
+    """The sequences of a cache, and the forward pass that is under way.
+
+    Row ``b`` of the batch has ``length`` positions for the model. The first ``skipped[b]`` of them are padding
+    and were never stored, so position ``p`` for the model is position ``p - skipped[b]`` of the sequence.
+    """
+
+    def __init__(self, stores: PagedStores) -> None:
+        self.stores = stores
+        self.length = 0
+        self.sequences: list[PagedSequence] = []
+        self.skipped: list[int] = []
+        self.keeps_past = False
+        self._pass: ForwardPass | None = None
+        self._kept_rows: torch.Tensor | None = None  # of the running pass, [batch * positions] bool; None: all
+        self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> its K and V, of a gathered pass
+
+    @property
+    def size(self) -> int:
+        return len(self.sequences)
+
+    def window_of(self, layer: int) -> int | None:
+        return self.stores.group_of(layer).window
+
+    def first_visible(self, layer: int) -> int:
+        """The first of the model's positions that the next queries of a layer can see."""
+        return self.stores.group_of(layer).first_needed(self.length)
+
+    # --- a forward pass through the block tables ---
+
+    def attend(
+        self,
+        keys: PagedKeys,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        try:
+            return self._attend(keys, query, value, mask, options)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _attend(
+        self,
+        keys: PagedKeys,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        layer = keys.layer
+        if not keys.is_written and (self._pass is None or layer in self._pass.written):
+            self._begin(keys.rows, mask)
+        running = self._pass
+        if running is None:
+            raise RuntimeError(f"layer {layer} attends again after its forward pass has ended")
+        if not keys.is_written:
+            dtype = self.stores.group_of(layer).row_dtype
+            running.write(layer, self._pack(keys.rows, dtype), self._pack(value, dtype))
+            keys.is_written = True
+        attended = as_tensor(running.attend(layer, self._pack(query, "float32"), **options), query.dtype)
+        if running.is_complete:
+            self._pass = None
+            running.commit()
+            self._end(query.shape[2])
+        batch, n_q_heads, n_new, _ = query.shape
+        if self._kept_rows is not None:
+            rows = attended.new_zeros((batch * n_new, *attended.shape[1:]))
+            rows[self._kept_rows] = attended
+            attended = rows
+        return attended.view(batch, n_new, n_q_heads, -1)
+
+    def _begin(self, rows: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Opens a pass. What is left of one that ended in an exception is taken back first."""
+        self._forget()
+        batch, _, n_new, _ = rows.shape
+        sequences = self._sequences_for(batch)
+        total = self.length + n_new
+        padding = count_padding(mask, batch, total)
+        query_lens = []
+        for row, sequence in enumerate(sequences):
+            skipped = self.length - sequence.seq_len
+            if padding[row] != skipped and (sequence.seq_len or padding[row] < skipped):
+                raise ValueError(
+                    f"attention_mask: row {row} began with {skipped} positions of padding, now with {padding[row]}"
+                )
+            query_lens.append(total - padding[row] - sequence.seq_len)
+        kept = None
+        if sum(query_lens) < batch * n_new:
+            kept = (torch.arange(n_new) >= n_new - torch.tensor(query_lens)[:, None]).reshape(-1)
+        self._pass = ForwardPass(self.stores, sequences, query_lens)
+        self.sequences, self._kept_rows = sequences, kept
+
+    def _pack(self, rows: torch.Tensor, dtype: str) -> npt.NDArray[Any]:
+        """``[batch, heads, positions, dim]`` as ``[n_rows, heads, dim]``, without what is padding."""
+        packed = rows.transpose(1, 2).flatten(0, 1)
+        return as_rows(packed if self._kept_rows is None else packed[self._kept_rows], dtype)
+
+    def _end(self, n_new: int) -> None:
+        self.length += n_new
+        self.skipped = [self.length - sequence.seq_len for sequence in self.sequences]
+        if not self.keeps_past:
+            self.drop_unneeded()
+
+    # --- a forward pass over gathered copies ---
+
+    def gather(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K and V that a layer's queries see, ``[batch, heads, positions, dim]``; the new ones are kept aside."""
+        if not self._pending or layer in self._pending:
+            self._forget()
+            self._reserve(keys.shape[0], keys.shape[2])
+        group, index = self.stores.group_of(layer), self.stores.place_of(layer)[1]
+        first = self.first_visible(layer)
+        all_keys, all_values = keys, values
+        if self.length:
+            past = [
+                _gather_rows(group, sequence.caches[self.stores.place_of(layer)[0]], index, first - skipped)
+                for sequence, skipped in zip(self.sequences, self.skipped, strict=True)
+            ]
+            all_keys = torch.cat([_stack([k for k, _ in past], self.length - first, keys), keys], dim=2)
+            all_values = torch.cat([_stack([v for _, v in past], self.length - first, values), values], dim=2)
+        self._pending[layer] = keys, values
+        if len(self._pending) == self.stores.n_layers:
+            pending, self._pending = self._pending, {}
+            self._append(pending, keys.shape[2])
+        return all_keys, all_values
+
+    def _reserve(self, batch: int, n_new: int) -> None:
+        sequences = self._sequences_for(batch)
+        try:
+            for sequence in sequences:
+                sequence.reserve(n_new)
+        except BaseException:
+            for sequence in sequences:
+                sequence.give_back_reserved()
+            raise
+        if not self.length:
+            self.sequences, self.skipped = sequences, [0] * batch
+
+    def _append(self, pending: dict[int, tuple[torch.Tensor, torch.Tensor]], n_new: int) -> None:
+        try:
+            for number, group in enumerate(self.stores.groups):
+                sides = [[pending[layer][side].transpose(1, 2) for layer in group.layers] for side in (0, 1)]
+                k, v = (as_rows(torch.stack(side), group.row_dtype) for side in sides)
+                for row, sequence in enumerate(self.sequences):
+                    sequence.caches[number].append_contiguous(group.store, k[:, row], v[:, row], n_new)
+        except BaseException:
+            for sequence, skipped in zip(self.sequences, self.skipped, strict=True):
+                sequence.truncate(self.length - skipped)
+            raise
+        self._end(n_new)
+
+    # --- what is done to the whole ---
+
+    def _sequences_for(self, batch: int) -> list[PagedSequence]:
+        """The sequences that a pass extends: new ones while nothing is there."""
+        if not self.length:
+            return [PagedSequence(self.stores) for _ in range(batch)]
+        if batch != self.size:
+            raise ValueError(f"cache: holds {self.size} sequences, got a batch of {batch}")
+        return self.sequences
+
+    def _forget(self) -> None:
+        """Takes back what a pass has begun that ended in an exception."""
+        running, self._pass = self._pass, None
+        self._pending = {}
+        if running is not None:
+            running.rollback()
+
+    def select(self, rows: list[int]) -> None:
+        """The sequences become clones of these. Every block that somebody still holds stays; none is taken."""
+        self._forget()
+        self.sequences = [self.sequences[row].clone() for row in rows]
+        self.skipped = [self.skipped[row] for row in rows]
+
+    def crop(self, n_tokens: int) -> None:
+        self._forget()
+        length = self.length - n_tokens
+        cuts = [max(0, length - skipped) for skipped in self.skipped]
+        for row, (sequence, cut) in enumerate(zip(self.sequences, cuts, strict=True)):
+            if n_tokens and not sequence.can_truncate_to(cut):
+                raise ValueError(
+                    f"crop: positions that a sliding window sees from {cut} on were given back in row {row}; "
+                    "call activate_past_recording() before the passes that may be taken back"
+                )
+        for sequence, cut in zip(self.sequences, cuts, strict=True):
+            sequence.truncate(cut)
+        self.length = length
+        self.skipped = [length - sequence.seq_len for sequence in self.sequences]
+        self.drop_unneeded()
+
+    def drop_unneeded(self) -> None:
+        for sequence in self.sequences:
+            sequence.drop_unneeded()
+
+    def clear(self) -> None:
+        self._forget()
+        for sequence in self.sequences:
+            sequence.release()
+        self.sequences, self.skipped, self.length = [], [], 0
+
+    def clone(self) -> _Batch:
+        self._forget()
+        other = _Batch(self.stores)
+        other.sequences = [sequence.clone() for sequence in self.sequences]
+        other.skipped, other.length, other.keeps_past = list(self.skipped), self.length, self.keeps_past
+        return other
+
+
+def _gather_rows(
+    group: LayerGroup, cache: PagedKvCache, layer: int, first: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """K and V of one layer from a position of the sequence on, ``[positions, width]``."""
+    store, first = group.store, max(0, first)
+    start = first // store.block_size
+    ids = cache.block_table[start : -(-cache.seq_len // store.block_size)].tolist()
+    rows = slice(first - start * store.block_size, cache.seq_len - start * store.block_size)
+    if not ids or rows.start >= rows.stop:
+        return np.empty((0, store.k_width), np.float32), np.empty((0, store.v_width), np.float32)
+    k = np.concatenate([store.k_block(block, layer) for block in ids])[rows]
+    v = np.concatenate([store.v_block(block, layer) for block in ids])[rows]
+    if store.dtype == "int8":  # a scale for each row and head
+        k = _scale(k, np.concatenate([store.k_scales(block, layer) for block in ids])[rows])
+        v = _scale(v, np.concatenate([store.v_scales(block, layer) for block in ids])[rows])
+    return k, v
+
+
+def _scale(rows: npt.NDArray[Any], scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    heads = rows.reshape(*scales.shape, -1).astype(np.float32)
+    return (heads * scales[..., None]).reshape(rows.shape)
+
+
+def _stack(rows: list[npt.NDArray[Any]], n_positions: int, like: torch.Tensor) -> torch.Tensor:
+    """``[batch, heads, n_positions, dim]`` of what was gathered, at the end; zeros where padding was not stored."""
+    batch, heads, _, dim = like.shape
+    stacked = like.new_zeros((batch, n_positions, heads, dim))
+    for row, gathered in enumerate(rows):
+        if len(gathered):
+            stacked[row, n_positions - len(gathered) :] = as_tensor(gathered).view(-1, heads, dim)
+    return stacked.transpose(1, 2)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedCache`, for those who ask a layer. What changes the past is asked of the cache."""
+
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    supports_early_init = False
+
+    def __init__(self, batch: _Batch, layer: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._batch = batch
+        self._layer = layer
+        self.is_sliding = batch.window_of(layer) is not None
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch.size or -1
+
+    @property
+    def record_past(self) -> bool:
+        return self._batch.keeps_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._batch.keeps_past = value
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._batch.stores.check_rows(self._layer, key_states.shape, value_states.shape)
+        if self._batch.stores.config._attn_implementation == NAME:
+            return PagedKeys.of(key_states, self._batch, self._layer), value_states
+        return self._batch.gather(self._layer, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = self._batch.first_visible(self._layer)
+        return self._batch.length - offset + query_length, offset
+
+    def get_seq_length(self) -> int:
+        return self._batch.length
+
+    def get_max_length(self) -> int:
+        return self._batch.window_of(self._layer) or -1
+
+    def activate_past_recording(self) -> None:
+        self._batch.keeps_past = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the stores are there."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("layers share their block tables: ask the PagedCache itself")
+
+    offload = prefetch = reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _refuse
+
+
+class PagedCache(Cache):
+    """The past of a batch, in the blocks of a `PagedStores`: for ``cache`` of ``generate`` and ``forward``.
+
+    (The argument was called ``past_key_values`` before.)
+
+    With ``model.set_attn_implementation("pagedkv")`` attention reads through the block tables, and nothing is
+    gathered or copied but the new rows. With any other attention function it works too: each layer is handed a
+    copy of its past, as every other cache of transformers makes one.
+
+    Any number of caches share the blocks of one `PagedStores`. Beams, `copy.deepcopy`, and
+    ``batch_repeat_interleave`` share blocks and cost none; a block is copied when one of its holders writes
+    into it. Blocks go back when the cache is reset or dropped.
+
+    Parameters
+    ----------
+    stores : PagedStores
+        Those of the model that it is used with.
+
+    Raises
+    ------
+    TypeError
+        ``stores`` is something else.
+
+    Notes
+    -----
+    A forward pass that fails in one of its layers leaves the cache as it was. `PagedStoreExhausted` is
+    raised by the first layer that attends, before anything is written.
+
+    Rows may be padded on the left if ``attention_mask`` says so; with the attention function ``pagedkv``
+    padding is neither stored nor computed. Other masks are refused by it.
+
+    Threads: belongs to one thread at a time; other caches of the same stores may be used meanwhile.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from pagedkv.integrations.transformers import PagedCache, PagedStores
+    >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    ...                      num_attention_heads=4, num_key_value_heads=2, attn_implementation="pagedkv")
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> stores = PagedStores(model, total_blocks=64)
+    >>> cache = PagedCache(stores)
+    >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), cache=cache, max_new_tokens=5, do_sample=False)
+    >>> cache.get_seq_length()                             # the last token was not computed
+    7
+    """
+
+    def __init__(self, stores: PagedStores) -> None:
+        if not isinstance(stores, PagedStores):
+            raise TypeError(f"stores: expected a PagedStores, got {type(stores).__name__}")
+        self._take(_Batch(stores))
+
+    def _take(self, batch: _Batch) -> None:
+        self._batch = batch
+        super().__init__(layers=[PagedLayer(batch, layer) for layer in range(batch.stores.n_layers)])
+
+    @property
+    def stores(self) -> PagedStores:
+        return self._batch.stores
+
+    @property
+    def sequences(self) -> tuple[PagedSequence, ...]:
+        """The rows of the batch; padding is not part of them."""
+        return tuple(self._batch.sequences)
+
+    def reset(self) -> None:
+        """Gives every block back; the cache is empty."""
+        self._batch.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was. Costs no blocks."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows, in this order; one may occur several times."""
+        if self._batch.size:
+            self._batch.select(torch.arange(self._batch.size)[indices].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times. Costs no blocks."""
+        self._batch.select([row for row in range(self._batch.size) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last ``-tokens_to_remove`` positions back, and gives back what the windows have left behind.
+
+        Raises
+        ------
+        ValueError
+            A positive number, more than there are, or positions whose windows were given back.
+        """
+        if not -self._batch.length <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove: expected {-self._batch.length} to 0, got {tokens_to_remove}")
+        self._batch.crop(-tokens_to_remove)
+
+    def clone(self) -> PagedCache:
+        """A second cache with the same past, which shares every block and costs none."""
+        other = type(self).__new__(type(self))
+        other._take(self._batch.clone())
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        return self.clone()
+
+    __copy__ = clone
+
+    def __repr__(self) -> str:
+        return f"PagedCache(batch={self._batch.size}, length={self._batch.length}, {self.stores})"
