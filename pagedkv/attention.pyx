@@ -87,9 +87,14 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
 
     Notes
     -----
+    Leading blocks that several sequences have in common are read once, for the queries of all of them;
+    a sequence's result then differs from the one it has alone by rounding. Prefills of many rows and
+    windows that hide some of those positions are computed each for itself.
+
     Threads: runs without the GIL. Until it returns, calls that would change one of the caches raise
     RuntimeError. Sources: Milakov & Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2, section
-    3.1), Dao et al. 2023 (Flash-Decoding: long sequences in parts, merged by log-sum-exp).
+    3.1), Dao et al. 2023 (Flash-Decoding: long sequences in parts, merged by log-sum-exp), Juravsky et al.
+    2024 (Hydragen, section 3: shared prefixes).
 
     Examples
     --------
