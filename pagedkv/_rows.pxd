@@ -1,10 +1,10 @@
 # BlockRows: the K, or the V, of all blocks of a store, in whatever dtype. See _rows.pyx.
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagedkv._kernels.plan cimport RowView
-from pagedkv._kernels.rows cimport RowFormat
+from pagedkv._kernels.rows cimport GivenRows, RowFormat
 
 # "float32", "float16", "bfloat16" or "int8" for anything that names one, and its number; ValueError for the rest.
 cdef str dtype_name(object dtype)
@@ -13,29 +13,27 @@ cdef int dtype_kind(str name) except -1
 cdef object row_layout(int kind, object n_heads, object head_dim)
 
 
-# Rows that a caller gave for all layers: one of the two.
-cdef class GivenRows:
-    cdef bint is_float
-    cdef const float[:, :, ::1] floats      # [n_layers, n, width]
-    cdef const uint16_t[:, :, ::1] own      # in the store's own dtype
-
-
 cdef class BlockRows:
     cdef int kind                           # SIMD_F32 ...
-    cdef Py_ssize_t block_size, n_heads, head_dim, row_bytes
+    cdef Py_ssize_t n_layers, block_size, n_heads, head_dim, row_bytes
+    cdef const char* memory                 # of all rows
+    cdef Py_ssize_t n_bytes
     cdef float[:, :, ::1] floats            # float32: [n_layers, total_blocks * block_size, width]
     cdef unsigned char[:, :, ::1] packed    # any other: [n_layers, total_blocks * block_size, row_bytes]
     cdef RowFormat format                   # of those
     cdef object blocks                      # what is stored, read-only: [n_layers, total_blocks, block_size, width]
     cdef object scales                      # int8: [n_layers, total_blocks, block_size, n_heads]
 
-    cdef GivenRows given(self, cnp.ndarray rows)
+    # What an array that _arrays has checked holds, a row a position of each layer; valid as long as the array.
+    cdef GivenRows given(self, cnp.ndarray rows) noexcept
     cdef bint overlaps(self, cnp.ndarray rows) noexcept
-    # `src`: one row a layer, of floats or of the store's dtype.
-    cdef void put(self, Py_ssize_t row, const char* src, bint is_float) noexcept nogil
+    cdef const RowFormat* conversion(self, GivenRows src) noexcept nogil
+    # `src`: one row a layer.
+    cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil
+    # `src`: n rows a layer.
     cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
                      int n_threads) noexcept nogil
-    # Into one layer; src has that one only.
+    # `src`: n rows, of one layer.
     cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
                       int n_threads) noexcept nogil
     cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,

@@ -3,7 +3,4 @@ from typing_extensions import disjoint_base
 # Nothing here is for Python: see _rows.pxd.
 
 @disjoint_base
-class GivenRows: ...
-
-@disjoint_base
 class BlockRows: ...

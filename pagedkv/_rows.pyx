@@ -50,20 +50,18 @@ cdef object row_layout(int kind, object n_heads, object head_dim):
     return scales + 4 * n_heads, scales
 
 
-cdef class GivenRows:
-    pass
-
-
 cdef class BlockRows:
 
     def __cinit__(self, int kind=SIMD_F32, n_layers=0, total_blocks=0, Py_ssize_t block_size=1, Py_ssize_t n_heads=0,
                   Py_ssize_t head_dim=0, bint prefault=False):
-        cdef object row_bytes, scales_at, memory, rows
+        cdef object row_bytes, scales_at, rows
+        cdef cnp.ndarray memory
         row_bytes, scales_at = row_layout(kind, int(n_heads), int(head_dim))
         memory = empty_bytes(n_layers * total_blocks * block_size * row_bytes)
         if prefault:
-            memory.fill(0)
+            (<object>memory).fill(0)
         self.kind = kind
+        self.n_layers = n_layers
         self.block_size = block_size
         self.n_heads = n_heads
         self.head_dim = head_dim
@@ -73,76 +71,62 @@ cdef class BlockRows:
         self.format.head_dim = head_dim
         self.format.row_bytes = row_bytes
         self.format.scales = scales_at
-        rows = memory.reshape(n_layers, total_blocks * block_size, row_bytes)
+        self.memory = <const char*>cnp.PyArray_DATA(memory)
+        self.n_bytes = (<object>memory).nbytes
+        rows = (<object>memory).reshape(n_layers, total_blocks * block_size, row_bytes)
         if kind == SIMD_F32:
             self.floats = rows.view(np.float32)
         else:
             self.packed = rows
         # Views that are handed out must not be made writable again: NumPy asks the owner.
-        memory.base.flags.writeable = False
-        rows = memory.reshape(n_layers, total_blocks, block_size, row_bytes)
+        (<object>memory).base.flags.writeable = False
+        rows = (<object>memory).reshape(n_layers, total_blocks, block_size, row_bytes)
         rows.flags.writeable = False
         self.blocks = rows[..., :n_heads * head_dim * STORED[kind].itemsize].view(STORED[kind])
         self.scales = rows[..., scales_at:].view(np.float32) if kind == SIMD_I8 else None
 
     # --- what callers give ---
 
-    cdef GivenRows given(self, cnp.ndarray rows):
-        cdef GivenRows given = GivenRows()
-        given.is_float = is_float32(rows)
-        if given.is_float:
-            given.floats = rows
-        else:
-            given.own = rows
+    cdef GivenRows given(self, cnp.ndarray rows) noexcept:
+        cdef GivenRows given
+        given.data = <const char*>cnp.PyArray_DATA(rows)
+        given.stored = self.kind == SIMD_F32 or not is_float32(rows)
+        given.row_bytes = self.row_bytes if given.stored else self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
         return given
 
     cdef bint overlaps(self, cnp.ndarray rows) noexcept:
         cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
-        cdef const char* start
-        cdef Py_ssize_t n_rows
-        if self.kind == SIMD_F32:
-            if self.floats.shape[0] == 0:
-                return False
-            start = <const char*>&self.floats[0, 0, 0]
-            n_rows = self.floats.shape[0] * self.floats.shape[1]
-        else:
-            start = <const char*>&self.packed[0, 0, 0]
-            n_rows = self.packed.shape[0] * self.packed.shape[1]
-        return start <= address < start + n_rows * self.row_bytes
+        return self.memory <= address < self.memory + self.n_bytes
 
     # --- moving them ---
 
-    cdef void put(self, Py_ssize_t row, const char* src, bint is_float) noexcept nogil:
-        cdef Py_ssize_t float_bytes = self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
+    cdef inline const RowFormat* conversion(self, GivenRows src) noexcept nogil:
+        """What floats are converted to; NULL for rows that are as they are stored."""
+        return NULL if src.stored else &self.format
+
+    cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil:
         if self.kind == SIMD_F32:
-            put_step(self.floats, row, src, float_bytes, NULL)
-        elif is_float:
-            put_step(self.packed, row, src, float_bytes, &self.format)
+            put_step(self.floats, row, src, NULL)
         else:
-            put_step(self.packed, row, src, self.row_bytes, NULL)
+            put_step(self.packed, row, src, self.conversion(src))
 
     cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
                      int n_threads) noexcept nogil:
+        cdef const RowFormat* format = self.conversion(src)
         cdef Py_ssize_t layer
-        if self.kind == SIMD_F32:
-            for layer in range(self.floats.shape[0]):
-                append_rows(self.floats[layer], src.floats[layer], NULL, table, self.block_size, start, n, n_threads)
-        elif src.is_float:
-            for layer in range(self.packed.shape[0]):
-                append_rows(
-                    self.packed[layer], src.floats[layer], &self.format, table, self.block_size, start, n, n_threads)
-        else:
-            for layer in range(self.packed.shape[0]):
-                append_rows(self.packed[layer], src.own[layer], NULL, table, self.block_size, start, n, n_threads)
+        for layer in range(self.n_layers):
+            if self.kind == SIMD_F32:
+                append_rows(self.floats[layer], src, NULL, table, self.block_size, start, n, n_threads)
+            else:
+                append_rows(self.packed[layer], src, format, table, self.block_size, start, n, n_threads)
+            src.data += n * src.row_bytes
 
     cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
                       int n_threads) noexcept nogil:
         if self.kind == SIMD_F32:
-            scatter_rows(self.floats[layer], src.floats[0], NULL, slots, n, n_threads)
-        elif src.is_float:
-            scatter_rows(self.packed[layer], src.floats[0], &self.format, slots, n, n_threads)
+            scatter_rows(self.floats[layer], src, NULL, slots, n, n_threads)
         else:
-            scatter_rows(self.packed[layer], src.own[0], NULL, slots, n, n_threads)
+            scatter_rows(self.packed[layer], src, self.conversion(src), slots, n, n_threads)
 
     cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,
                      int n_threads) noexcept nogil:
@@ -153,20 +137,18 @@ cdef class BlockRows:
 
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size
-        if self.kind == SIMD_F32:
-            for layer in range(self.floats.shape[0]):
+        for layer in range(self.n_layers):
+            if self.kind == SIMD_F32:
                 copy_rows(self.floats[layer], dst * size, src * size, n)
-        else:
-            for layer in range(self.packed.shape[0]):
+            else:
                 copy_rows(self.packed[layer], dst * size, src * size, n)
 
     cdef void erase_block(self, int32_t block) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size
-        if self.kind == SIMD_F32:
-            for layer in range(self.floats.shape[0]):
+        for layer in range(self.n_layers):
+            if self.kind == SIMD_F32:
                 erase_rows(self.floats[layer], block * size, size)
-        else:
-            for layer in range(self.packed.shape[0]):
+            else:
                 erase_rows(self.packed[layer], block * size, size)
 
     # --- reading them ---

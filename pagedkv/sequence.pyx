@@ -9,9 +9,10 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids, is_float32
+from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._rows cimport BlockRows, GivenRows
+from pagedkv._kernels.rows cimport GivenRows
+from pagedkv._rows cimport BlockRows
 from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport NOGIL_FROM, PagedKvStore
@@ -108,21 +109,19 @@ cdef class PagedKvCache(BlockTable):
         cdef BlockRows k_rows = store.k, v_rows = store.v
         cdef cnp.ndarray k = store.given_step(k_step, "k_step", k_rows)
         cdef cnp.ndarray v = store.given_step(v_step, "v_step", v_rows)
-        cdef const char* k_data = <const char*>cnp.PyArray_DATA(k)
-        cdef const char* v_data = <const char*>cnp.PyArray_DATA(v)
-        cdef bint k_is_float = is_float32(k), v_is_float = is_float32(v)
+        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         cdef Py_ssize_t row
         self.begin_write(store)
         try:
             self.prepare(store, 1)
             row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
             if store.step_bytes < NOGIL_FROM:
-                k_rows.put(row, k_data, k_is_float)
-                v_rows.put(row, v_data, v_is_float)
+                k_rows.put(row, k_given)
+                v_rows.put(row, v_given)
             else:
                 with nogil:
-                    k_rows.put(row, k_data, k_is_float)
-                    v_rows.put(row, v_data, v_is_float)
+                    k_rows.put(row, k_given)
+                    v_rows.put(row, v_given)
             self.length += 1
         finally:
             self.end_write()
@@ -151,8 +150,9 @@ cdef class PagedKvCache(BlockTable):
         """
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
         cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef GivenRows k_given = store.given_rows(k, "k", k_rows, store.n_layers, n)
-        cdef GivenRows v_given = store.given_rows(v, "v", v_rows, store.n_layers, n)
+        cdef cnp.ndarray k_array = store.given_rows(k, "k", k_rows, store.n_layers, n)
+        cdef cnp.ndarray v_array = store.given_rows(v, "v", v_rows, store.n_layers, n)
+        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
         cdef int n_threads = resolve_threads(0)
         self.begin_write(store)
         try:

@@ -11,13 +11,15 @@ writes through, and in the cache's own table only when it commits.
 """
 
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
 from pagedkv._arrays cimport as_index, as_size, as_thread_count, empty_ids, empty_slots
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
-from pagedkv._rows cimport BlockRows, GivenRows
+from pagedkv._kernels.rows cimport GivenRows
+from pagedkv._rows cimport BlockRows
 from pagedkv._table cimport blocks_for
 from pagedkv.attention cimport as_caches, as_query_lens, attend_rows, view_layer
 from pagedkv.sequence cimport PagedKvCache
@@ -210,8 +212,9 @@ cdef class Step:
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
         cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef GivenRows k_given = store.given_rows(k, "k", k_rows, 1, self.n_rows)
-        cdef GivenRows v_given = store.given_rows(v, "v", v_rows, 1, self.n_rows)
+        cdef cnp.ndarray k_array = store.given_rows(k, "k", k_rows, 1, self.n_rows)
+        cdef cnp.ndarray v_array = store.given_rows(v, "v", v_rows, 1, self.n_rows)
+        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
         self.begin_call()
         with nogil:
             k_rows.scatter(index, k_given, self.slots, self.n_rows, self.n_threads)

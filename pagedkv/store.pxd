@@ -1,7 +1,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
-from pagedkv._rows cimport BlockRows, GivenRows
+from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator
 
 # Below this, releasing the GIL costs more than the copy it would let others overlap with.
@@ -37,7 +37,7 @@ cdef class PagedKvStore:
     # names it. Rows that lie in the store's own memory are copied, so that no move overlaps itself.
     cdef cnp.ndarray apart(self, cnp.ndarray rows)
     cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows)
-    cdef GivenRows given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n)
+    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n)
     # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
     # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.

@@ -5,7 +5,7 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 
 from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_step, describe
-from pagedkv._rows cimport BlockRows, GivenRows, dtype_kind, dtype_name, row_layout
+from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator
 
 import weakref
@@ -413,8 +413,8 @@ cdef class PagedKvStore:
     cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows):
         return self.apart(as_step(array, name, self.kind, self.n_layers, rows.n_heads, rows.head_dim))
 
-    cdef GivenRows given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n):
-        return rows.given(self.apart(as_rows(array, name, self.kind, n_layers, n, rows.n_heads, rows.head_dim)))
+    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n):
+        return self.apart(as_rows(array, name, self.kind, n_layers, n, rows.n_heads, rows.head_dim))
 
     cdef cnp.ndarray apart(self, cnp.ndarray rows):
         """The rows, or a copy where they are a view of this store."""

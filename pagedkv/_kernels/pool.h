@@ -4,14 +4,16 @@
  * that finds no helper does all the work itself, so calls never wait for each other, and the number
  * of running threads stays near the limit however many threads call at once.
  *
- * Who may write a helper's `state`:
+ * A helper's `state` is a phase, and the number of times it was called, so that nobody takes one call for another:
  *
- *     EMPTY ----caller----> CLAIMED --caller--> RUNNING --helper--> DONE --caller--> IDLE
- *                              ^                                                     |  |
+ *     EMPTY ----caller----> CLAIMED --caller--> CALLED --helper--> WORKING --helper--> IDLE
+ *                              ^                   |                                  |  |
+ *                              |                   +--caller, who takes it back-----> |  |
  *                              +-----------------------caller-----------------------+  |
  *                              +--------caller--------- ASLEEP <-------helper----------+
  *
- * From CLAIMED until it puts IDLE back, the helper belongs to the one caller that claimed it.
+ * A caller that has run out of tasks takes back the helpers that have not begun: it never waits for one that the
+ * system has not run yet. For the others it waits by a count in the job, which a helper lowers when it has left it.
  *
  * Threads and locks are CPython's portable ones (they need no interpreter state), so the pool is the
  * same on every platform. A forked child has none of its parent's threads: it forgets the pool and
@@ -45,18 +47,19 @@
 
 typedef void (*pool_task)(void *context, Py_ssize_t index);
 
-enum { POOL_EMPTY = 0, POOL_CLAIMED, POOL_RUNNING, POOL_DONE, POOL_IDLE, POOL_ASLEEP };
+enum { POOL_EMPTY = 0, POOL_CLAIMED, POOL_CALLED, POOL_WORKING, POOL_IDLE, POOL_ASLEEP, POOL_PHASES = 8 };
 
 typedef struct {
     pool_task task;
     void *context;
     Py_ssize_t n_tasks;
     _Atomic Py_ssize_t next; /* the first task that nobody has claimed */
+    atomic_int n_helping;    /* helpers that may still look at this job */
 } pool_job;
 
 typedef struct {
-    atomic_int state;
-    pool_job *job;            /* written by the caller between CLAIMED and RUNNING */
+    atomic_uint state;        /* number of calls * POOL_PHASES + phase */
+    pool_job *job;            /* written by the caller between CLAIMED and CALLED */
     PyThread_type_lock wake;  /* locked, but for the moment in which a sleeper is called */
 } pool_helper;
 
@@ -75,51 +78,58 @@ static void pool_work(pool_job *job) {
 
 static void pool_helper_main(void *arg) {
     pool_helper *self = (pool_helper *)arg;
-    for (;;) { /* RUNNING here: the caller has set a job */
-        pool_work(self->job);
-        atomic_store_explicit(&self->state, POOL_DONE, memory_order_release);
-        int spins = 0;
-        while (atomic_load_explicit(&self->state, memory_order_acquire) != POOL_RUNNING) {
-            if (++spins < POOL_SPINS) {
-                pool_relax();
-                continue;
-            }
-            int idle = POOL_IDLE;
-            if (atomic_compare_exchange_strong(&self->state, &idle, POOL_ASLEEP)) {
-                PyThread_acquire_lock(self->wake, WAIT_LOCK); /* until a caller has set RUNNING */
-            } else {
-                pool_relax(); /* DONE, not yet collected, or CLAIMED, about to run */
-            }
+    int spins = 0;
+    for (;;) {
+        unsigned seen = atomic_load_explicit(&self->state, memory_order_acquire), call = seen - seen % POOL_PHASES;
+        if (seen % POOL_PHASES == POOL_CALLED) {
+            if (!atomic_compare_exchange_strong(&self->state, &seen, call + POOL_WORKING))
+                continue; /* taken back */
+            pool_job *job = self->job;
+            pool_work(job);
+            /* Idle first, so that the caller finds this helper for its next job. */
+            atomic_store_explicit(&self->state, call + POOL_IDLE, memory_order_release);
+            atomic_fetch_sub_explicit(&job->n_helping, 1, memory_order_release); /* and the job may be gone */
+            spins = 0;
+        } else if (++spins < POOL_SPINS) {
+            pool_relax();
+        } else if (seen % POOL_PHASES == POOL_IDLE &&
+                   atomic_compare_exchange_strong(&self->state, &seen, call + POOL_ASLEEP)) {
+            PyThread_acquire_lock(self->wake, WAIT_LOCK); /* until a caller has set CALLED */
+            spins = 0;
         }
     }
 }
 
-/* Sets one idle helper, or a new one, to work on the job; NULL if there is none. */
-static pool_helper *pool_borrow(pool_job *job, int *cursor) {
+/* Calls one idle helper, or a new one, to the job; NULL if there is none. `call`: what its state is from now on. */
+static pool_helper *pool_borrow(pool_job *job, int *cursor, unsigned *call) {
     for (; *cursor < POOL_MAX_HELPERS; ++*cursor) {
         pool_helper *helper = &pool_helpers[*cursor];
-        int seen = atomic_load_explicit(&helper->state, memory_order_relaxed);
-        if (seen != POOL_EMPTY && seen != POOL_IDLE && seen != POOL_ASLEEP)
+        unsigned seen = atomic_load_explicit(&helper->state, memory_order_relaxed), phase = seen % POOL_PHASES;
+        if (phase != POOL_EMPTY && phase != POOL_IDLE && phase != POOL_ASLEEP)
             continue;
-        if (!atomic_compare_exchange_strong(&helper->state, &seen, POOL_CLAIMED))
+        const unsigned next = seen - phase + POOL_PHASES;
+        if (!atomic_compare_exchange_strong(&helper->state, &seen, next + POOL_CLAIMED))
             continue;
         ++*cursor;
         helper->job = job;
-        if (seen == POOL_EMPTY && helper->wake == NULL) {
+        if (phase == POOL_EMPTY && helper->wake == NULL) {
             helper->wake = PyThread_allocate_lock();
             if (helper->wake != NULL)
                 PyThread_acquire_lock(helper->wake, NOWAIT_LOCK);
         }
         if (helper->wake == NULL) {
-            atomic_store(&helper->state, POOL_EMPTY);
+            atomic_store(&helper->state, next + POOL_EMPTY);
             return NULL;
         }
-        atomic_store_explicit(&helper->state, POOL_RUNNING, memory_order_release);
-        if (seen == POOL_ASLEEP) {
+        *call = next + POOL_CALLED;
+        atomic_fetch_add_explicit(&job->n_helping, 1, memory_order_relaxed);
+        atomic_store_explicit(&helper->state, *call, memory_order_release);
+        if (phase == POOL_ASLEEP) {
             PyThread_release_lock(helper->wake);
-        } else if (seen == POOL_EMPTY) {
+        } else if (phase == POOL_EMPTY) {
             if (PyThread_start_new_thread(pool_helper_main, helper) == PYTHREAD_INVALID_THREAD_ID) {
-                atomic_store(&helper->state, POOL_EMPTY);
+                atomic_store(&helper->state, next + POOL_EMPTY);
+                atomic_fetch_sub_explicit(&job->n_helping, 1, memory_order_relaxed);
                 return NULL;
             }
         }
@@ -128,23 +138,30 @@ static pool_helper *pool_borrow(pool_job *job, int *cursor) {
     return NULL;
 }
 
-static void pool_collect(pool_helper *helper) {
+/* Takes a helper back that has not begun. */
+static void pool_take_back(pool_job *job, pool_helper *helper, unsigned call) {
+    if (atomic_compare_exchange_strong(&helper->state, &call, call - POOL_CALLED + POOL_IDLE))
+        atomic_fetch_sub_explicit(&job->n_helping, 1, memory_order_relaxed);
+}
+
+/* Waits until no helper looks at the job any more: at most one task's time. */
+static void pool_wait(pool_job *job) {
     int spins = 0;
-    while (atomic_load_explicit(&helper->state, memory_order_acquire) != POOL_DONE) {
+    while (atomic_load_explicit(&job->n_helping, memory_order_acquire) > 0) {
         pool_relax();
 #ifndef _WIN32
         if (++spins >= POOL_SPINS)
-            sched_yield(); /* at most one task's time is left; do not starve its thread */
+            sched_yield(); /* do not starve its thread */
 #endif
     }
     (void)spins;
-    atomic_store_explicit(&helper->state, POOL_IDLE, memory_order_release);
 }
 
 /* task(context, i) for every i in [0, n_tasks), by at most n_threads threads; returns when all are done. */
 static void pool_run(pool_task task, void *context, Py_ssize_t n_tasks, int n_threads) {
     pool_job job;
     pool_helper *borrowed[POOL_MAX_HELPERS];
+    unsigned calls[POOL_MAX_HELPERS];
     int n_borrowed = 0, cursor = 0;
     int limit = atomic_load_explicit(&pool_limit, memory_order_relaxed);
     if (limit < n_threads)
@@ -155,10 +172,11 @@ static void pool_run(pool_task task, void *context, Py_ssize_t n_tasks, int n_th
     job.context = context;
     job.n_tasks = n_tasks;
     atomic_init(&job.next, 0);
+    atomic_init(&job.n_helping, 0);
     atomic_fetch_add(&pool_running, 1);
     while (n_borrowed < n_threads - 1 && n_borrowed < POOL_MAX_HELPERS &&
            atomic_load_explicit(&pool_running, memory_order_relaxed) < limit) {
-        pool_helper *helper = pool_borrow(&job, &cursor);
+        pool_helper *helper = pool_borrow(&job, &cursor, &calls[n_borrowed]);
         if (helper == NULL)
             break;
         atomic_fetch_add(&pool_running, 1);
@@ -166,7 +184,8 @@ static void pool_run(pool_task task, void *context, Py_ssize_t n_tasks, int n_th
     }
     pool_work(&job);
     for (int i = 0; i < n_borrowed; ++i)
-        pool_collect(borrowed[i]);
+        pool_take_back(&job, borrowed[i], calls[i]);
+    pool_wait(&job);
     atomic_fetch_sub(&pool_running, 1 + n_borrowed);
 }
 

@@ -1,16 +1,11 @@
 # Moves between the store's rows and contiguous rows. See rows.pyx.
 
-from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t
 
 # A store's rows: floats, or bytes in a RowFormat.
 ctypedef fused stored_t:
     float
     unsigned char
-
-# A caller's rows: floats, or 16-bit values in the store's own format.
-ctypedef fused given_t:
-    float
-    uint16_t
 
 # How a row of a store is laid out that does not hold floats.
 cdef struct RowFormat:
@@ -20,6 +15,12 @@ cdef struct RowFormat:
     Py_ssize_t row_bytes
     Py_ssize_t scales           # int8: bytes from a row's start to the float32 scales of its heads
 
+# A caller's contiguous rows: floats, or values as the store holds them.
+cdef struct GivenRows:
+    const char* data
+    Py_ssize_t row_bytes
+    bint stored                 # the latter
+
 # Where a format is NULL, rows move as bytes; else they are converted from or to floats.
 
 cdef void gather_blocks(
@@ -27,17 +28,16 @@ cdef void gather_blocks(
     Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void append_rows(
-    stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int32_t[::1] table,
+    stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t[::1] table,
     Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void scatter_rows(
-    stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int64_t[::1] slots,
+    stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int64_t[::1] slots,
     Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void copy_rows(stored_t[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil
 
 cdef void put_step(
-    stored_t[:, :, ::1] store_rows, Py_ssize_t row, const char* src, Py_ssize_t src_bytes,
-    const RowFormat* format) noexcept nogil
+    stored_t[:, :, ::1] store_rows, Py_ssize_t row, GivenRows src, const RowFormat* format) noexcept nogil
 
 cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil

@@ -157,18 +157,18 @@ cdef void gather_blocks(
 
 
 cdef void append_rows(
-        stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int32_t[::1] table,
+        stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t[::1] table,
         Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
-    """Row of position start + i = src[i], for i in [0, n)."""
+    """Row of position start + i = row i of src, for i in [0, n)."""
     cdef Move move
     if n == 0:
         return
     move.rows = <char*>&store_rows[0, 0]
-    move.linear = <char*>&src[0, 0]
+    move.linear = <char*>src.data
     move.table = &table[0]
     move.block_size = block_size
     move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
-    move.linear_bytes = src.shape[1] * sizeof(given_t)
+    move.linear_bytes = src.row_bytes
     move.format = format
     move.start = start
     move.n = n
@@ -216,17 +216,17 @@ cdef void scatter_slots(void* context, Py_ssize_t index) noexcept nogil:
 
 
 cdef void scatter_rows(
-        stored_t[:, ::1] store_rows, const given_t[:, ::1] src, const RowFormat* format, const int64_t[::1] slots,
+        stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int64_t[::1] slots,
         Py_ssize_t n, int n_threads) noexcept nogil:
-    """store_rows[slots[i]] = src[i], for i in [0, n); no slot occurs twice."""
+    """store_rows[slots[i]] = row i of src, for i in [0, n); no slot occurs twice."""
     cdef Scatter scatter
     if n == 0:
         return
     scatter.rows = <char*>&store_rows[0, 0]
-    scatter.src = <const char*>&src[0, 0]
+    scatter.src = src.data
     scatter.slots = &slots[0]
     scatter.row_bytes = store_rows.shape[1] * sizeof(stored_t)
-    scatter.src_bytes = src.shape[1] * sizeof(given_t)
+    scatter.src_bytes = src.row_bytes
     scatter.format = format
     scatter.n = n
     scatter.stream = n * scatter.row_bytes >= STREAM_FROM
@@ -244,15 +244,14 @@ cdef void copy_rows(stored_t[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t 
 
 
 cdef void put_step(
-        stored_t[:, :, ::1] store_rows, Py_ssize_t row, const char* src, Py_ssize_t src_bytes,
-        const RowFormat* format) noexcept nogil:
-    """store_rows[layer, row] = src[layer], for every layer."""
+        stored_t[:, :, ::1] store_rows, Py_ssize_t row, GivenRows src, const RowFormat* format) noexcept nogil:
+    """store_rows[layer, row] = row `layer` of src, for every layer."""
     cdef Py_ssize_t layer
     for layer in range(store_rows.shape[0]):
         if format is NULL:
-            memcpy(&store_rows[layer, row, 0], src + layer * src_bytes, src_bytes)
+            memcpy(&store_rows[layer, row, 0], src.data + layer * src.row_bytes, src.row_bytes)
         else:
-            convert_rows(<char*>&store_rows[layer, row, 0], src + layer * src_bytes, 1, format, True, False)
+            convert_rows(<char*>&store_rows[layer, row, 0], src.data + layer * src.row_bytes, 1, format, True, False)
 
 
 cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil:
