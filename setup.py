@@ -3,7 +3,7 @@
 Switches, read from the environment at build time:
 
 PAGEDKV_DEBUG=1       bounds checks, no optimisation, symbols
-PAGEDKV_SANITIZE=...  a list for -fsanitize, such as "address,undefined" or "thread"; optimised less, which builds sooner
+PAGEDKV_SANITIZE=...  a list for -fsanitize, such as "address,undefined" or "thread"
 """
 
 import os
