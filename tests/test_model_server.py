@@ -55,7 +55,11 @@ class Store(reference.Store):
             raise
 
     def evict(self, n):
-        self.release(self.prefixes.evict(n))
+        """What goes also takes along what comes after it and a sequence holds."""
+        before = self.prefixes.blocks()
+        self.prefixes.evict(n)
+        after = set(self.prefixes.blocks())
+        self.release([block for block in before if block not in after])
 
 
 class Sequence(reference.Cache):
