@@ -17,11 +17,13 @@ from pagedkv.stats import PrefixStats, StoreStats
 from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
+from pagedkv.viz import BlockMap
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
+    "BlockMap",
     "CpuInfo",
     "KvBlockPool",
     "KvCache",

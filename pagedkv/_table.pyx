@@ -151,5 +151,5 @@ cdef class BlockTable:
 cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
     if block_size != store.block_size:
         raise ValueError(f"block_size: expected {store.block_size}, the store's, got {block_size}")
-    store.check_held(table[:n], "block_table")
+    store.blocks.check_held(table[:n], "block_table")
     return 0

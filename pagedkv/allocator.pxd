@@ -28,4 +28,8 @@ cdef class BlockAllocator:
             self.n_evictable += (after == 1) - (before == 1)
 
     cpdef bint is_idle(self, int32_t id) noexcept
+    # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.
+    cdef int check_held(self, const int32_t[::1] ids, str name) except -1
+    cdef tuple snapshot(self)
     cdef str fault(self)
+    cdef str fault_in(self, list tables)

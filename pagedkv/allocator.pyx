@@ -18,6 +18,13 @@ and without.
 cimport cython
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from pagedkv._arrays cimport as_index
+
+from collections import Counter
+
+import numpy as np
 
 
 cdef class BlockAllocator:
@@ -136,6 +143,35 @@ cdef class BlockAllocator:
         """Whether a block could be given up now."""
         return self.counts[id] == 1 and self.kinds is not NULL and self.kinds[id] == EVICTABLE
 
+    cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
+        # Sorted, so that a block's occurrences are counted without a table of all blocks.
+        cdef const int32_t[::1] ordered = np.sort(ids)
+        cdef Py_ssize_t i = 0, first
+        while i < ordered.shape[0]:
+            first = i
+            as_index(ordered[i], name, self.total)
+            while i < ordered.shape[0] and ordered[i] == ordered[first]:
+                i += 1
+            if self.counts[ordered[first]] == 0:
+                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]}, which is free")
+            if self.counts[ordered[first]] < i - first:
+                raise ValueError(f"{name}: expected no block more often than it has holders, got {ordered[first]} "
+                                 f"{i - first} times, with {self.counts[ordered[first]]}")
+        return 0
+
+    cdef tuple snapshot(self):
+        """Holders of every block and what it is to the prefix cache, ``[total]`` each, of one moment."""
+        holders = np.empty(self.total, np.int32)
+        kinds = np.zeros(self.total, np.uint8)
+        cdef int32_t[::1] counts = holders
+        cdef unsigned char[::1] marks = kinds
+        with cython.critical_section(self):
+            if self.total:
+                memcpy(&counts[0], self.counts, self.total * sizeof(int32_t))
+                if self.kinds is not NULL:
+                    memcpy(&marks[0], self.kinds, self.total)
+        return holders, kinds
+
     cdef str fault(self):
         """What is wrong with the counts and the free blocks, or None. Walks over every block."""
         cdef Py_ssize_t i, n_zero = 0, n_idle = 0
@@ -163,4 +199,12 @@ cdef class BlockAllocator:
             return f"{n_zero} blocks have no holder, {self.n_free()} are free"
         if n_idle != self.n_evictable:
             return f"{n_idle} blocks can be evicted, {self.n_evictable} are counted"
+        return None
+
+    cdef str fault_in(self, list tables):
+        """What is wrong with block tables, lists of ids and -1, that all hold what they name; or None."""
+        named = Counter([block for table in tables for block in table if block != -1])
+        for block, count in named.items():
+            if count > self.counts[<int32_t>block]:
+                return f"block {block} is in {count} tables and has {self.counts[<int32_t>block]} holders"
         return None

@@ -253,6 +253,8 @@ cdef class PagedKvCache(BlockTable):
                 self.store = store
         finally:
             self.end_write()
+        if store is not None:
+            (<PagedKvStore>store).after_change()
 
     def clone(self):
         """A second sequence with the same positions, which shares every block and costs none.

@@ -130,6 +130,11 @@ cdef class Step:
 
     def __enter__(self):
         self.open()
+        try:
+            self.store.after_change()
+        except BaseException:
+            self.undo()
+            raise
         return self
 
     def __exit__(self, exc_type, exc_value, traceback):

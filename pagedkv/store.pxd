@@ -40,10 +40,9 @@ cdef class PagedKvStore:
     cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n)
     # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
-    # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.
-    cdef int check_held(self, const int32_t[::1] ids, str name) except -1
     cdef int after_change(self) except -1
 
     cdef object view(self, object blocks, object id, object layer)
+    cdef list tables_of(self, object caches)
     cdef Py_ssize_t held_id(self, object id, str name) except -1
     cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept

@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -8,6 +8,7 @@ from typing_extensions import disjoint_base
 from pagedkv.allocator import BlockAllocator
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import StoreStats
+from pagedkv.viz import BlockMap
 
 _Rows: TypeAlias = npt.NDArray[Any]  # float32, float16, int8, or the bits of bfloat16 as uint16
 _BlockIds: TypeAlias = list[int] | tuple[int, ...] | range | npt.NDArray[np.integer[Any]]
@@ -75,4 +76,7 @@ class PagedKvStore:
     def copy_block(self, src: SupportsIndex, dst: SupportsIndex) -> None: ...
     def _reclaim_from(self, prefix: object) -> BlockAllocator: ...
     def stats(self) -> StoreStats: ...
+    def block_map(
+        self, caches: Iterable[PagedKvCache] | Mapping[Any, PagedKvCache] = (), *, width: SupportsIndex = 64
+    ) -> BlockMap: ...
     def check(self, caches: Iterable[PagedKvCache] = ()) -> None: ...

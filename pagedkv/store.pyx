@@ -8,6 +8,7 @@ from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_step, descri
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator
 
+import sys
 import weakref
 from collections import Counter
 
@@ -15,8 +16,9 @@ import numpy as np
 
 from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.stats import StoreStats
+from pagedkv.viz import BlockMap
 
-cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX
+cdef Py_ssize_t MAX_SIZE = sys.maxsize
 
 
 @cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
@@ -321,7 +323,7 @@ cdef class PagedKvStore:
         if held.shape[0] == 0:
             return
         if self.debug:  # look first: blocks are overwritten while they are still ours
-            self.check_held(held, "ids")
+            self.blocks.check_held(held, "ids")
         cdef Py_ssize_t bad = self.drop(&held[0], held.shape[0])
         if bad >= 0:
             raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
@@ -430,22 +432,6 @@ cdef class PagedKvStore:
                 k.copy_block(dst, src, n)
                 v.copy_block(dst, src, n)
 
-    cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
-        # Sorted, so that a block's occurrences are counted without a table of all blocks.
-        cdef const int32_t[::1] ordered = np.sort(ids)
-        cdef Py_ssize_t i = 0, first
-        while i < ordered.shape[0]:
-            first = i
-            as_index(ordered[i], name, self.blocks.total)
-            while i < ordered.shape[0] and ordered[i] == ordered[first]:
-                i += 1
-            if self.blocks.counts[ordered[first]] == 0:
-                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]}, which is free")
-            if self.blocks.counts[ordered[first]] < i - first:
-                raise ValueError(f"{name}: expected no block more often than it has holders, got {ordered[first]} "
-                                 f"{i - first} times, with {self.blocks.counts[ordered[first]]}")
-        return 0
-
     # --- looking after it ---
 
     def stats(self):
@@ -458,6 +444,28 @@ cdef class PagedKvStore:
             blocks_released=blocks.released, copies_on_write=self.copies_on_write,
             exhaustions=blocks.exhaustions, nbytes=self.nbytes)
 
+    def block_map(self, caches=(), *, width=64):
+        """Draw who holds which block: a frozen `BlockMap`, which prints as text, and shows as SVG in a notebook.
+
+        Parameters
+        ----------
+        caches : iterable of PagedKvCache, or a mapping of names to them, optional
+            Sequences of this store to draw beside the map, block by block.
+        width : int, optional
+            Marks in a line, at most 1024. There are up to 32 lines: in a larger store a mark stands for several blocks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            No caches; sequences of another store; a width out of range.
+        """
+        cdef Py_ssize_t n_marks = as_size(width, "width", 1, 1024)
+        tables = self.tables_of(caches)
+        prefix = self.reclaimer() if self.reclaimer is not None else None
+        if prefix is not None:
+            prefix.evictable_block_count  # ends the terms that are over
+        return BlockMap.draw(*self.blocks.snapshot(), tables, n_marks)
+
     def check(self, caches=()):
         """Raise `PagedKvError` if the books do not balance. Walks over every block.
 
@@ -467,28 +475,26 @@ cdef class PagedKvStore:
             Sequences of this store: each of their blocks must be held, and by at least as many
             as name it among them.
         """
-        fault = self.blocks.fault()
+        cdef list tables = [table for _, table in self.tables_of(caches)]
+        fault = self.blocks.fault() or self.blocks.fault_in(tables)
         if fault is not None:
             raise PagedKvError(fault)
-        named = {}
-        for cache in caches:
+
+    cdef list tables_of(self, object caches):
+        """Name and block table, a list of ids and -1, of each of `caches`; empty where it holds nothing of this store."""
+        cdef list tables = []
+        if not hasattr(caches, "__iter__"):
+            raise TypeError(f"caches: expected PagedKvCache objects, got {describe(caches)}")
+        for name, cache in caches.items() if hasattr(caches, "items") else enumerate(caches):
             if not isinstance(getattr(cache, "block_table", None), np.ndarray):
                 raise TypeError(f"caches: expected PagedKvCache objects, got {describe(cache)}")
             if cache.store is not None and cache.store is not self:
                 raise ValueError("caches: expected sequences of this store, got one of another")
-            for block in cache.block_table.tolist() if cache.store is self else ():
-                if block != -1:
-                    as_index(block, "block_table", self.blocks.total)
-                    named[block] = named.get(block, 0) + 1
-        for block, count in named.items():
-            if count > self.blocks.counts[block]:
-                raise PagedKvError(f"block {block} is in {count} tables and has {self.blocks.counts[block]} holders")
+            ids = cache.block_table.tolist() if cache.store is self else []
+            tables.append((str(name), [id if id == -1 else as_index(id, "block_table", self.blocks.total) for id in ids]))
+        return tables
 
     cdef int after_change(self) except -1:
         if self.debug:
             self.check()
         return 0
-
-
-cdef extern from "Python.h":
-    const Py_ssize_t PY_SSIZE_T_MAX

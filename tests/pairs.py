@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import reference
-from dtype_reference import assert_same, assert_same_rows
+from dtype_reference import Rows, assert_same, assert_same_rows
 from helpers import assert_same_bits
 
 import pagedkv
@@ -42,11 +42,13 @@ class StorePair:
     twin: reference.Store
 
     @classmethod
-    def make(cls, block_size, total_blocks, n_kv_heads, head_dim, v_head_dim, n_layers, dtype="float32", debug=False):
+    def make(cls, block_size, total_blocks, n_kv_heads, head_dim, v_head_dim, n_layers, dtype="float32", debug=False,
+             twin=reference.Store):
+        """A store of these sizes and one of the class `twin`."""
         options = {"v_head_dim": v_head_dim, "n_layers": n_layers, "dtype": dtype, "debug": debug}
         real = pagedkv.PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, **options)
         k_width, v_width = n_kv_heads * head_dim, n_kv_heads * v_head_dim
-        return cls(real, reference.Store(block_size, total_blocks, k_width, v_width, n_layers, n_kv_heads, dtype))
+        return cls(real, twin(block_size, total_blocks, k_width, v_width, n_layers, n_kv_heads, dtype))
 
     def poison(self):
         """Write NaN into every row of the store, and give all blocks back."""
@@ -111,8 +113,7 @@ def compare(store, caches, handles, n_in_steps):
         else:
             assert real.refcount(block_id) == block.holders
     assert Counter({1: n_in_steps, 0: twin.free_block_count}) == +unseen
-    for block_id, block in books.block_of.items():
-        compare_block(real, block_id, block)
+    compare_blocks(real, books.block_of)
 
 
 def compare_cache(cache, books):
@@ -130,13 +131,24 @@ def compare_cache(cache, books):
             books.enter(block_id, block)
 
 
-def compare_block(store, block_id, block):
+def compare_blocks(store, block_of):
     """Every row that was written and not lost, in every layer, as it is stored."""
-    for layer in range(store.n_layers):
-        for side, want in (("k", block.k), ("v", block.v)):
-            values = getattr(store, f"{side}_block")(block_id, layer)[block.written]
-            scales = getattr(store, f"{side}_scales")(block_id, layer)[block.written] if want.dtype == "int8" else None
-            assert_same_rows(values, scales, want[layer][block.written])
+    if not block_of:
+        return
+    written = np.stack([block.written for block in block_of.values()])
+
+    def stored(view):
+        parts = np.concatenate([view(block_id, layer) for block_id in block_of for layer in range(store.n_layers)])
+        return parts.reshape(len(block_of), store.n_layers, store.block_size, -1).swapaxes(1, 2)[written]
+
+    for side in ("k", "v"):
+        sides = [getattr(block, side) for block in block_of.values()]
+        values = np.stack([rows.values for rows in sides]).swapaxes(1, 2)[written]
+        scales = stored_scales = None
+        if store.dtype == "int8":
+            scales = np.stack([rows.scales for rows in sides]).swapaxes(1, 2)[written]
+            stored_scales = stored(getattr(store, f"{side}_scales"))
+        assert_same_rows(stored(getattr(store, f"{side}_block")), stored_scales, Rows(store.dtype, values, scales))
 
 
 def compare_contiguous(real, rows, layer=0, dtype="float32"):

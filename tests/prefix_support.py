@@ -1,5 +1,6 @@
 """What the tests of the prefix cache share."""
 
+import numpy as np
 from helpers import append
 
 from pagedkv import PagedKvCache
@@ -37,6 +38,18 @@ def attach(prefixes, tokens, **options):
 
 def first(kv, n):
     return tuple(side[:, :n] for side in kv)
+
+
+def used_last(prefixes, space, sources):
+    """Which of several equal sources was copied is the cache's choice; it is the one it has just used."""
+    tree = prefixes._trees[space]
+    ends = [tree.find(np.array(source, "<i8").tobytes())[0] for source in sources]
+    for source, node in zip(sources, ends, strict=True):
+        nodes = list(tree.orders[node.priority])
+        path = set(tree.path(node))
+        if all(later in path for later in nodes[nodes.index(node) :]) and node.end == len(source):
+            return source
+    raise AssertionError("no source was used")
 
 
 def fill(store):

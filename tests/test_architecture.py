@@ -17,7 +17,7 @@ PACKAGE = ROOT / "pagedkv"
 # modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
 FLOORS = [
     ["_kernels"],  # C-level only
-    ["errors", "stats", "_keys", "_radix"],  # plain values, and a tree of them
+    ["errors", "stats", "viz", "_keys", "_radix"],  # plain values, pictures and a tree of them
     ["_arrays"],  # what the caller gave, checked
     ["allocator", "_rows", "threads"],
     ["store", "cpu"],
@@ -25,7 +25,7 @@ FLOORS = [
     ["sequence"],
     ["attention"],
     ["step", "prefix", "beams"],
-    ["admission", "viz"],
+    ["admission"],
     ["__init__"],
     ["integrations", "demo"],
     ["__main__"],

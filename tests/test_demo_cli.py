@@ -320,6 +320,41 @@ def test_a_low_terminal_shows_the_first_texts(terminal, tokenizer, monkeypatch):
     assert terminal.screen() == ["  1 running a", "  2 waiting b", "... and 2 more", ""]
 
 
+def test_what_is_watched_is_drawn_below_the_board(terminal, tokenizer, monkeypatch):
+    widths = []
+    transcript = Transcript(terminal, tokenizer, ["a"], lambda width: widths.append(width) or ["x" * 40, "map"])
+    assert terminal.getvalue() == ""
+    transcript.refresh({0})
+    assert terminal.screen() == ["  1 running a", "x" * 29, "map", ""]
+    monkeypatch.setenv("LINES", "4")
+    transcript.refresh({0})
+    assert terminal.screen() == ["  1 running a", "x" * 29, ""]
+    transcript.end(0)
+    transcript.close()
+    assert terminal.screen() == ["a", ""]
+    assert widths == [30, 30]
+
+
+def test_the_blocks_of_both_stores_are_watched(path, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["demo", "--model", path, "--max-tokens", "3", "--prompt", "hello", "--prompt", "he", "--watch"]) == 0
+    drawn = terminal.getvalue()
+    assert "layers that see everything" in drawn
+    assert "layers that see 12 positions" in drawn
+    assert re.search(r"^ *0 #+\.*$", drawn, flags=re.MULTILINE)
+    assert not any("#" in line for line in terminal.screen())
+
+
+def test_where_there_is_no_terminal_nothing_is_watched(path, capsys):
+    arguments = ["demo", "--model", path, "--max-tokens", "3", "--prompt", "hello", "--prompt", "he"]
+    shown = []
+    for options in ([], ["--watch"]):
+        assert main(arguments + options) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
 def test_control_characters_cannot_disturb_the_board(terminal, tokenizer):
     transcript = Transcript(terminal, tokenizer, ["a\x1b[2J", "b"])
     transcript.refresh({0})

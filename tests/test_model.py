@@ -1,5 +1,6 @@
 """A state machine drives the real classes and the twin side by side, and compares them after every move."""
 
+import functools
 import gc
 import random
 from inspect import signature
@@ -36,7 +37,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.stores = []
-        self.caches = [CachePair(pagedkv.PagedKvCache(), reference.Cache()) for _ in range(3)]
+        self.caches = [self.new_pair() for _ in range(3)]
         self.handles = []
         self.steps = []
         self.out = {}
@@ -54,6 +55,12 @@ class Machine(RuleBasedStateMachine):
             StorePair.make(4, k, n_kv_heads=3, head_dim=1, v_head_dim=1, n_layers=3, dtype=c),
         ]
         self.stores[0].poison()
+
+    def new_pair(self):
+        return CachePair(pagedkv.PagedKvCache(), reference.Cache())
+
+    def new_twin_step(self, *arguments):
+        return reference.Step(*arguments)
 
     # --- choosing ---
 
@@ -148,7 +155,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def new_cache(self):
-        self.add_cache(pagedkv.PagedKvCache(), reference.Cache())
+        new = self.new_pair()
+        self.add_cache(new.real, new.twin)
 
     @rule(which=pick)
     def clone(self, which):
@@ -180,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         table = ids.tolist() + store.real.acquire(n_reserved)
         blocks = blocks + store.twin.acquire(n_reserved)
         seq_len, size = (last - first) * store.twin.block_size, store.twin.block_size
-        new = CachePair(pagedkv.PagedKvCache(), reference.Cache())
+        new = self.new_pair()
         target = new if n_blocks else self.cache(which + n_reserved)
         result = both(
             lambda: target.real.adopt_blocks(table, seq_len, size, store=store.real if bound else None),
@@ -346,7 +354,7 @@ class Machine(RuleBasedStateMachine):
         caches = mine[: len(lens)]
         lens = lens[: len(caches)]
         real = pagedkv.Step(store.real, [cache.real for cache in caches], lens)
-        twin = reference.Step(store.twin, [cache.twin for cache in caches], lens)
+        twin = self.new_twin_step(store.twin, [cache.twin for cache in caches], lens)
         if both(real.__enter__, twin.enter):
             step = StepPair(real, twin, caches)
             self.steps.append(step)
@@ -428,7 +436,7 @@ TestModel = Machine.TestCase
 
 
 # A walk draws each argument of a move by its name.
-_ARGUMENTS = {
+ARGUMENTS = {
     **dict.fromkeys(["which", "place", "src", "dst", "source"], lambda draw: draw.randrange(24)),
     **dict.fromkeys(["strided", "as_array", "in_cycle", "reuse", "bound"], lambda draw: draw.random() < 0.5),
     "n": lambda draw: min(int(draw.expovariate(1 / 5)), 40),
@@ -445,7 +453,7 @@ _ARGUMENTS = {
     "finish": lambda draw: draw.random() < 0.8,
     "end": lambda draw: draw.choice(["commit", "commit", "leave", "rollback", "raise", "forget"]),
 }
-_MOVES = {  # and how often each is made
+MOVES = {  # and how often each is made
     "adopt": 1,
     "adopt_what_is_wrong": 1,
     "acquire": 1,
@@ -473,8 +481,18 @@ _MOVES = {  # and how often each is made
 }
 
 
-def draw_arguments(move, draw):
-    return [_ARGUMENTS[name](draw) for name in list(signature(move).parameters)]
+@functools.cache
+def argument_names(machine, move):
+    return list(signature(getattr(machine, move)).parameters)[1:]
+
+
+def walk(machine, moves, arguments, n, draw):
+    """n moves, by their names and how often each is made, with the comparison after every one."""
+    for name in draw.choices(list(moves), list(moves.values()), k=n):
+        drawn = [arguments[argument](draw) for argument in argument_names(type(machine), name)]
+        getattr(machine, name)(*drawn)
+        machine.same()
+    machine.teardown()
 
 
 @pytest.mark.parametrize("seed", range(N_WALKS))
@@ -484,8 +502,4 @@ def test_walk(seed):
     machine = Machine()
     totals = draw.randrange(1, 40), draw.randrange(1, 40), draw.randrange(1, 16)
     machine.make_stores(totals, [DTYPES[(seed + i) % len(DTYPES)] for i in range(3)])
-    for name in draw.choices(list(_MOVES), list(_MOVES.values()), k=2000):
-        move = getattr(machine, name)
-        move(*draw_arguments(move, draw))
-        machine.same()
-    machine.teardown()
+    walk(machine, MOVES, ARGUMENTS, 2000, draw)

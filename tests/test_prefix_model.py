@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix_reference import Prefixes
-from prefix_support import Clock
+from prefix_support import Clock, used_last
 
 import pagedkv
 
@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
         reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
         whole = self.twin.whole_blocks(space, n, tuple(prompt))
         sources = self.twin.sources(space, n, tuple(prompt))
-        used = [self.used_last(space, sources)] if sources else [tuple(prompt[:n])] * bool(n)
+        used = [used_last(self.prefixes, space, sources)] if sources else [tuple(prompt[:n])] * bool(n)
         held = {*whole, *(self.twin.spaces[space][source].block for source in used)}
         for known_tokens in used:
             self.twin.use(space, known_tokens)
@@ -91,17 +91,6 @@ class Machine(RuleBasedStateMachine):
             [source] = used
             sequence.rows += self.content[self.twin.spaces[space][source].block][: n % self.size]
         self.sequences.append(sequence)
-
-    def used_last(self, space, sources):
-        """Which of several equal sources was copied is the cache's choice; it is the one it has just used."""
-        tree = self.prefixes._trees[space]
-        order = [tree.find(np.array(source, "<i8").tobytes())[0] for source in sources]
-        for source, node in zip(sources, order, strict=True):
-            nodes = list(tree.orders[node.priority])
-            path = set(tree.path(node))
-            if all(later in path for later in nodes[nodes.index(node) :]) and node.end == len(source):
-                return source
-        raise AssertionError("no source was used")
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), n=st.integers(1, 9))

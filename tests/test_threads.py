@@ -1,4 +1,4 @@
-"""Many threads on one store, one sequence in two threads, and processes that fork."""
+"""Many threads on one store, and one sequence in two threads."""
 
 import os
 import random
@@ -14,6 +14,7 @@ from helpers import rows, run_python, unchanged
 import pagedkv
 
 N_THREADS = 8
+SECONDS = float(os.environ.get("PAGEDKV_THREADS_SECONDS", 3))  # of the test with the most threads
 LAYERS, WIDTH = 2, 1024  # rows large enough that the GIL is let go of while they move
 
 
@@ -52,14 +53,19 @@ def switch_often():
 
 
 class Worker:
-    """A thread's sequences: every value that it ever writes is its own number."""
+    """A thread's sequences: every value that it ever writes is its own number.
 
-    def __init__(self, store, number):
-        self.store = store
+    The token of a position is its index, in a namespace of its own: what is known of one of its sequences fits all.
+    """
+
+    def __init__(self, prefixes, number):
+        self.store = prefixes.store
+        self.prefixes = prefixes
+        self.namespace = bytes([number])
         self.value = np.float32(number + 1)
         self.draw = random.Random(number)
         self.caches = [pagedkv.PagedKvCache()]
-        self.n_refused = 0
+        self.n_moves = Counter()
 
     def rows(self, *shape):
         return np.full((*shape, WIDTH), self.value, np.float32)
@@ -68,14 +74,17 @@ class Worker:
         return self.draw.choice(self.caches)
 
     def make_a_move(self):
-        move = self.draw.choice([self.push, self.append, self.append, self.step, self.clone, self.shrink, self.read])
+        moves = [self.push, self.append, self.append, self.step, self.clone, self.shrink, self.read, self.read]
+        move = self.draw.choice([*moves, self.insert, self.insert, self.attach, self.attach])
         try:
             move()
         except pagedkv.PagedStoreExhausted:
-            self.n_refused += 1
+            self.n_moves["refused"] += 1
             self.caches.remove(cache := self.cache())
             cache.release(self.store)
             self.caches.append(pagedkv.PagedKvCache())
+        else:
+            self.n_moves[move.__name__] += 1
 
     def push(self):
         row = self.rows(LAYERS)
@@ -92,11 +101,16 @@ class Worker:
             part = self.rows(sum(lens))
             for layer in range(LAYERS):
                 step.write(layer, part, part)
+            out = step.attend(0, np.ones((sum(lens), 16, 64), np.float32))
+            assert np.allclose(out, self.value, rtol=1e-5), "another thread's value"
             if self.draw.random() < 0.2:
                 step.rollback()
 
     def clone(self):
-        self.caches.append(self.cache().clone())
+        self.keep(self.cache().clone())
+
+    def keep(self, cache):
+        self.caches.append(cache)
         if len(self.caches) > 4:
             self.caches.remove(self.cache())
 
@@ -116,24 +130,41 @@ class Worker:
             out = pagedkv.paged_attention(np.ones((1, 16, 64), np.float32), self.store, cache)
             assert np.allclose(out, self.value, rtol=1e-5), "another thread's value"
 
+    def insert(self):
+        cache = self.cache()
+        self.prefixes.insert(range(cache.seq_len), cache, namespace=self.namespace)
 
-@pytest.mark.parametrize("total_blocks", [40, 1000])
-def test_threads_with_sequences_of_their_own_never_meet(total_blocks):
+    def attach(self):
+        cache = pagedkv.PagedKvCache()
+        self.prefixes.attach(cache, range(self.draw.randrange(1, 80)), namespace=self.namespace)
+        self.keep(cache)
+
+
+@pytest.mark.parametrize("total_blocks", [60, 1000])
+def test_sixteen_threads_with_sequences_of_their_own_never_meet(total_blocks):
     store = pagedkv.PagedKvStore(4, total_blocks, 16, 64, n_layers=LAYERS)
-    workers = [Worker(store, number) for number in range(N_THREADS)]
+    prefixes = pagedkv.PrefixCache(store)
+    workers = [Worker(prefixes, number) for number in range(16)]
+    end = time.monotonic() + SECONDS
 
     def work(number):
-        for _ in range(250):
+        while time.monotonic() < end:
             workers[number].make_a_move()
         workers[number].caches.clear()
 
-    run_in_threads(work)
-    store.check()
+    run_in_threads(work, len(workers), timeout=SECONDS + 120)
+    prefixes.check()
+    assert store.free_block_count == total_blocks - prefixes.stats().blocks_held
+    prefixes.clear()
     assert store.free_block_count == total_blocks
     stats = store.stats()
     assert stats.blocks_acquired == stats.blocks_released
-    if total_blocks == 40:
-        assert sum(worker.n_refused for worker in workers) > 0, "never full"
+    n_moves = sum((worker.n_moves for worker in workers), Counter())
+    print(dict(n_moves), prefixes.stats())  # shown by pytest -s
+    assert set(n_moves) >= {"push", "append", "step", "clone", "shrink", "read", "insert", "attach"}
+    if total_blocks == 60:
+        assert n_moves["refused"] > 0, "never full"
+        assert prefixes.stats().blocks_evicted > 0, "never evicted"
 
 
 def test_no_block_is_handed_out_twice():
@@ -326,118 +357,3 @@ def test_the_default_respects_the_affinity():
         print(pagedkv.get_num_threads())
     """
     assert run_python(code, PAGEDKV_NUM_THREADS="").strip() == "1"
-
-
-# --- fork -------------------------------------------------------------------------------------------
-
-FORK = """
-    import os, signal, sys, threading, time, warnings
-    import numpy as np
-    import pagedkv
-
-    warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-    pagedkv.set_num_threads(4)
-    store = pagedkv.PagedKvStore(16, 400, 8, 128)
-    k = np.random.default_rng(1).standard_normal((3000, 1024), np.float32)
-    q = k[:64].reshape(64, 8, 128).copy()
-
-    def work():
-        cache = pagedkv.PagedKvCache()
-        cache.append_contiguous(store, k, k, 3000)
-        out = pagedkv.paged_attention(q, store, cache, query_lens=64)
-        assert np.array_equal(cache.to_contiguous(store).k, k)
-        with pagedkv.Step(store, cache, 64) as step:
-            step.write(0, k[:64], k[:64])
-        cache.release(store)
-        return out.tobytes()
-
-    def in_child(check, seconds=60):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                check()
-                status = 0
-            finally:
-                os._exit(status)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                return status
-            time.sleep(0.01)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise SystemExit("the child hangs")
-
-    def same():
-        assert work() == expected
-
-    expected = work()
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-class TestFork:
-    def test_a_child_works_after_threads_were_used(self):
-        run_python(FORK + "    assert in_child(same) == 0\n    same()\n")
-
-    def test_and_a_child_of_the_child(self):
-        run_python(
-            FORK
-            + """
-    def again():
-        same()
-        assert in_child(same) == 0
-    assert in_child(again) == 0
-    same()
-"""
-        )
-
-    def test_and_one_that_is_forked_while_other_threads_are_in_kernels(self):
-        run_python(
-            FORK
-            + """
-    stop = threading.Event()
-    def busy():
-        own = pagedkv.PagedKvStore(16, 200, 8, 128)
-        while not stop.is_set():
-            cache = pagedkv.PagedKvCache()
-            cache.append_contiguous(own, k, k, 3000)
-            pagedkv.paged_attention(q, own, cache, query_lens=64)
-    threads = [threading.Thread(target=busy, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    def free_blocks_and_same():
-        assert store.free_block_count == 400
-        store.check()
-        same()
-    for _ in range(8):
-        time.sleep(0.005)
-        assert in_child(free_blocks_and_same) == 0
-    stop.set()
-    for thread in threads:
-        thread.join()
-    same()
-"""
-        )
-
-    def test_and_one_that_is_forked_inside_an_open_step(self):
-        """The child's copy of the step is its own: it can end it either way."""
-        run_python(
-            FORK
-            + """
-    cache = pagedkv.PagedKvCache()
-    cache.append_contiguous(store, k[:100], k[:100], 100)
-    with pagedkv.Step(store, cache, 50) as step:
-        step.write(0, k[:50], k[:50])
-        def commit():
-            step.commit()
-            assert cache.seq_len == 150
-            assert np.array_equal(cache.to_contiguous(store).k[100:], k[:50])
-        assert in_child(commit) == 0
-        assert in_child(step.rollback) == 0
-        assert cache.seq_len == 100
-    assert cache.seq_len == 150
-"""
-        )

@@ -43,9 +43,10 @@ def run(options: argparse.Namespace) -> int:
     del file  # the quantised bytes
 
     engine = Engine(model, kv, scheduler, tokenizer.stop_tokens)
+    transcript = Transcript(sys.stdout, tokenizer, texts, kv.picture if options.watch else None)
     started = time.perf_counter()
     try:
-        _serve(engine, scheduler, requests, Transcript(sys.stdout, tokenizer, texts))
+        _serve(engine, scheduler, requests, transcript)
     finally:
         scheduler.close()
     seconds = time.perf_counter() - started

@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-share", action="store_true", help="do not share the blocks of common beginnings")
     parser.add_argument("--model", metavar="PATH", help="a Gemma 3 text model in GGUF (default: the packaged 270M)")
+    parser.add_argument("--watch", action="store_true", help="on a terminal, show who holds which block while it runs")
     parser.add_argument(
         "--verify",
         action="store_true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TextIO
 
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
@@ -18,17 +18,26 @@ class Transcript:
 
     On a terminal a single text is written as it grows; of several, a board shows each one's latest line, and
     the whole texts follow at the end. Where the output is no terminal, a text is written when its
-    request ends.
+    request ends. `watch` gives lines of so many columns to show below the board, which then is there for a single text
+    too.
     """
 
-    def __init__(self, out: TextIO, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        out: TextIO,
+        tokenizer: Tokenizer,
+        prompts: Sequence[str],
+        watch: Callable[[int], Sequence[str]] | None = None,
+    ) -> None:
         self._out = out
         self._streams = [TextStream(tokenizer) for _ in prompts]
         self._texts = list(prompts)
         self._ended: set[int] = set()
+        self._watch = watch
         self._is_live = out.isatty() and os.environ.get("TERM") != "dumb"
+        self._grows = self._is_live and len(prompts) == 1 and watch is None
         self._board_height = 0
-        if self._is_live and len(prompts) == 1:
+        if self._grows:
             self._write(prompts[0])
 
     def add(self, index: int, token: int) -> None:
@@ -44,13 +53,16 @@ class Transcript:
 
     def refresh(self, running: Collection[int]) -> None:
         """Draws the board again; once a step is often enough. `running` are the texts that are being computed."""
-        if not self._is_live or len(self._texts) == 1:
+        if not self._is_live or self._grows:
             return
         width, height = shutil.get_terminal_size()
-        shown = min(len(self._texts), height - 2)
+        picture = [line[: width - 1] for line in self._watch(width)] if self._watch else []
+        picture = picture[: (height - 2) // 2]
+        shown = min(len(self._texts), height - 2 - len(picture))
         lines = [self._board_line(index, index in running, width) for index in range(shown)]
         if shown < len(self._texts):
             lines.append(f"... and {len(self._texts) - shown} more")
+        lines += picture
         self._clear_board()
         self._write("\n".join(lines) + "\n")
         self._board_height = len(lines)
@@ -59,7 +71,7 @@ class Transcript:
         """Writes what has not been written yet."""
         if not self._is_live:
             return
-        if len(self._texts) == 1:
+        if self._grows:
             self._write("\n")
             return
         self._clear_board()
@@ -68,7 +80,7 @@ class Transcript:
 
     def _append(self, index: int, text: str) -> None:
         self._texts[index] += text
-        if self._is_live and len(self._texts) == 1:
+        if self._grows:
             self._write(text)
 
     def _write_whole(self, index: int) -> None:

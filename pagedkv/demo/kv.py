@@ -73,6 +73,16 @@ class ModelKv:
     def bytes_held(self) -> int:
         return sum(group.bytes_held for group in self.groups)
 
+    def picture(self, columns: int) -> list[str]:
+        """Lines of text that show who holds which block of each store."""
+        lines: list[str] = []
+        for group in self.groups:
+            sight = "everything" if group.window is None else f"{group.window} positions"
+            n_marks = max(8, min(64, columns - 8))
+            lines.append(f"{len(group.layers)} layers that see {sight}")
+            lines += str(group.store.block_map(width=n_marks)).split("\n")
+        return lines
+
     def blocks_for(self, n_positions: int) -> int:
         """Blocks that `n_positions` take in a store, at most: a window makes it fewer."""
         return -(-n_positions // self.block_size)

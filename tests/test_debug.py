@@ -1,0 +1,177 @@
+"""debug=True: what is free or fresh is NaN, for every dtype and every way to take and to give back, and every change
+of the books is followed by a check of them."""
+
+import numpy as np
+import pytest
+from dtype_reference import DTYPES
+from dtype_support import make, normal
+
+import pagedkv
+from pagedkv import PagedKvCache, PagedKvError, PrefixCache, Step
+
+FREE = 15  # a block that nothing below ever takes
+
+
+class World:
+    """Two sequences, a prefix cache that shares two blocks with the first and has two alone, and three blocks by id."""
+
+    def __init__(self, dtype="float32"):
+        self.store = make(dtype, block_size=2, debug=True)
+        self.prefixes = PrefixCache(self.store)
+        self.first, self.second, gone = PagedKvCache(), PagedKvCache(), PagedKvCache()
+        for cache, n in ((self.first, 5), (self.second, 4), (gone, 4)):
+            cache.append_contiguous(self.store, *self.rows(n), n)
+        self.prefixes.insert([1, 2, 3, 4, 5], self.first)
+        self.prefixes.insert([9, 9, 9, 9], gone)
+        self.cached = gone.block_table.tolist()
+        gone.release(self.store)
+        self.ids = self.store.acquire(3)
+
+    def rows(self, n):
+        return normal(3, 2, n, 2, 3)
+
+    def open_step(self, n=3):
+        step = Step(self.store, [self.second], n)
+        step.__enter__()
+        step.write(0, *self.rows(n))
+        return step
+
+    def fork(self):
+        """A sequence whose part-full tail is shared."""
+        return self.first.clone()
+
+
+def parts(store, block):
+    """Views of what is NaN where a block was filled: its values, or the scales of int8."""
+    for side in "kv":
+        yield getattr(store, f"{side}_{'scales' if store.dtype == 'int8' else 'block'}")(block)
+
+
+def is_nan(values):
+    if values.dtype == np.uint16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return np.isnan(values)
+
+
+def evict_for_want(world):
+    world.store.acquire(world.store.free_block_count + 2)
+
+
+def reorder(world):
+    pagedkv.reorder(world.store, [world.first, world.second], [0, 0])
+
+
+# What gives blocks back, and which; the views of them are taken before.
+LETTING_GO = {
+    "release ids": (lambda w: w.store.release(w.ids), lambda w: w.ids),
+    "release": (lambda w: w.second.release(w.store), lambda w: w.second.block_table.tolist()),
+    "truncate": (lambda w: w.first.truncate(w.store, 4), lambda w: w.first.block_table.tolist()[2:]),
+    "drop_before": (lambda w: w.second.drop_before(w.store, 3), lambda w: w.second.block_table.tolist()[:1]),
+    "clone_from": (lambda w: w.second.clone_from(w.first), lambda w: w.second.block_table.tolist()),
+    "reorder": (reorder, lambda w: w.second.block_table.tolist()),
+    "evict": (lambda w: w.prefixes.evict(2), lambda w: w.cached),
+    "clear": (lambda w: w.prefixes.clear(), lambda w: w.cached),
+    "evict for want": (evict_for_want, lambda w: w.cached),
+    "collect": (lambda w: delattr(w, "second"), lambda w: w.second.block_table.tolist()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LETTING_GO)
+def test_what_is_given_back_is_nan(dtype, name):
+    world = World(dtype)
+    let_go, blocks = LETTING_GO[name]
+    views = [view for block in blocks(world) for view in parts(world.store, block)]
+    if name != "release ids":  # which were never written
+        assert not any(is_nan(view).all() for view in views)
+    let_go(world)
+    assert all(is_nan(view).all() for view in views)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_step_took_is_nan_before_and_after(dtype):
+    world = World(dtype)
+    step = Step(world.store, [world.second], 3)
+    step.__enter__()
+    new = [block for block in range(16) if world.store.refcount(block) and block not in world.ids]
+    fresh = [view for block in new[-2:] for view in parts(world.store, block)]
+    assert all(is_nan(view).all() for view in fresh)
+    step.write(0, *world.rows(3))
+    assert not any(is_nan(view).all() for view in fresh)
+    step.rollback()
+    assert all(is_nan(view).all() for view in fresh)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_were_not_copied_are_nan(dtype):
+    """Of a shared tail only the rows that were written come along."""
+    world = World(dtype)
+    fork = world.fork()
+    fork.reserve(world.store, 1)
+    assert fork.block_table[2] != world.first.block_table[2]
+    for values in parts(world.store, int(fork.block_table[2])):
+        assert not is_nan(values[0]).any()
+        assert is_nan(values[1]).all()
+
+
+CHANGES = {
+    "acquire": lambda w: w.store.acquire(1),
+    "retain": lambda w: w.store.retain(w.ids),
+    "release ids": lambda w: w.store.release(w.ids),
+    "push": lambda w: w.first.push(w.store, *w.rows(1)),
+    "append": lambda w: w.first.append_contiguous(w.store, *w.rows(2), 2),
+    "reserve": lambda w: w.first.reserve(w.store, 4),
+    "release": lambda w: w.first.release(w.store),
+    "truncate": lambda w: w.first.truncate(w.store, 1),
+    "drop_before": lambda w: w.first.drop_before(w.store, 4),
+    "clone": lambda w: w.first.clone(),
+    "clone_from": lambda w: w.first.clone_from(w.second),
+    "adopt_blocks": lambda w: PagedKvCache().adopt_blocks(w.ids, 2, 2, store=w.store),
+    "reorder": reorder,
+    "enter": lambda w: Step(w.store, [w.second], 3).__enter__(),
+    "insert": lambda w: w.prefixes.insert([7, 7, 7], w.second),
+    "attach": lambda w: w.prefixes.attach(PagedKvCache(), [1, 2, 3, 4, 5]),
+    "evict": lambda w: w.prefixes.evict(1),
+    "clear": lambda w: w.prefixes.clear(),
+}
+
+
+def break_the_books(world):
+    """As if the prefix cache held a block that is free."""
+    world.prefixes._books.mark(np.array([FREE], np.int32), 1)
+
+
+def mend_the_books(world):
+    world.prefixes._books.mark(np.array([FREE], np.int32), 0)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_check_follows_every_change(name):
+    world = World()
+    break_the_books(world)
+    with pytest.raises(PagedKvError, match="block 15 is in the prefix cache and has no holder"):
+        CHANGES[name](world)
+    mend_the_books(world)
+    world.store.check()
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_check_follows_the_end_of_a_step(end):
+    world = World()
+    step = world.open_step()
+    break_the_books(world)
+    with pytest.raises(PagedKvError, match="block 15"):
+        getattr(step, end)()
+    mend_the_books(world)
+    world.store.check()
+
+
+def test_a_step_that_finds_the_books_wrong_on_entering_holds_nothing():
+    world = World()
+    free = world.store.free_block_count
+    break_the_books(world)
+    with pytest.raises(PagedKvError, match="block 15"), Step(world.store, [world.second], 3):
+        pass
+    mend_the_books(world)
+    assert world.store.free_block_count == free
+    world.second.push(world.store, *world.rows(1))
