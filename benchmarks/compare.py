@@ -86,8 +86,8 @@ def snapshot(folder):
 
 
 def build(tree):
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, capture_output=True, text=True, check=False)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     if done.returncode:
         stop(f"{tree} cannot be built:\n{done.stdout}{done.stderr}")
 
@@ -123,7 +123,8 @@ def measure_here(tree, only, memory, seconds):
 
 
 def measure(tree, only, memory, seconds):
-    code = MEASURE.format(benchmarks=str(ROOT / "benchmarks"), tree=str(tree), only=only, memory=memory, seconds=seconds)
+    code = MEASURE.format(
+        benchmarks=str(ROOT / "benchmarks"), tree=str(tree), only=only, memory=memory, seconds=seconds)
     # With -c the current folder is where packages are looked for first.
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -147,6 +148,9 @@ def compare_trees(then, now, *, rounds=7, only=(), memory=256 << 20, seconds=1.0
                 ratios = tuple(run[name][1] for run in runs[tree])
                 yield results.Result(name, first[0], "", sorted(ratios)[len(ratios) // 2], ratios)
 
+    broken = [name for name, figure in runs[now][0].items() if figure is None]
+    if broken:
+        stop(f"{now}: fails to run: {', '.join(broken)}")
     changes = results.compare_all(collect(then), collect(now), least)
     compared = {change.name for change in changes}
     return changes, [name for name in runs[now][0] if name not in compared]
@@ -174,7 +178,7 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="processes for each side (default: 7)")
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="for a figure and process (default: 1)")
     parser.add_argument("--memory", type=int, default=256, metavar="MIB", help="K/V to read (default: 256 MiB)")
-    parser.add_argument("--least", type=float, default=0.03, metavar="X", help="smallest change to report (default: 0.03)")
+    parser.add_argument("--least", type=float, default=0.03, metavar="X", help="least change to report (default: 0.03)")
     parser.add_argument("--in-place", action="store_true", help="the working tree is built: do not copy and build it")
     parser.add_argument("--no-instructions", action="store_true", help="do not count instructions")
     options = parser.parse_args(arguments)

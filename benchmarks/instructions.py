@@ -135,7 +135,8 @@ def environment():
     """What counts depend on, beside the package."""
     import numpy
 
-    compiler = subprocess.run([shutil.which("cc") or "gcc", "-dumpfullversion"], capture_output=True, text=True, check=False)
+    command = [shutil.which("cc") or "gcc", "-dumpfullversion"]
+    compiler = subprocess.run(command, capture_output=True, text=True, check=False)
     return {
         "python": platform.python_version(),
         "numpy": numpy.__version__,
