@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_support import fails, run
 
 import pagedkv
 from pagedkv.__main__ import COMMANDS, main
@@ -17,24 +18,6 @@ from pagedkv.cli import bench, common, figures, results
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["bench", "--memory", "1MiB", "--seconds", "1"]
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "pagedkv", *arguments], capture_output=True, text=True, timeout=120, check=False, **options
-    )
-
-
-def fails(capsys, *arguments):
-    """The one line that a run with exit code 2 says."""
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    shown = capsys.readouterr()
-    assert end.value.code == 2
-    assert shown.out == ""
-    [line] = shown.err.splitlines()
-    assert line.startswith(f"python -m pagedkv {arguments[0]}: "), line
-    return line.split(": ", 1)[1]
 
 
 # --- all commands ---
@@ -105,8 +88,8 @@ def test_the_script_and_every_package_are_installed():
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("4096", 4096), ("1B", 1), ("1k", 1024), ("8GiB", 8 << 30), ("8 gib", 8 << 30), ("8G", 8 << 30), ("1.5MiB", 3 << 19),
-    ("500MB", 500_000_000), ("2tb", 2 * 10**12),
+    ("4096", 4096), ("1B", 1), ("1k", 1024), ("8GiB", 8 << 30), ("8 gib", 8 << 30), ("8G", 8 << 30),
+    ("1.5MiB", 3 << 19), ("500MB", 500_000_000), ("2tb", 2 * 10**12),
 ])
 def test_sizes(text, expected):
     assert common.size(text) == expected
