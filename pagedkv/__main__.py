@@ -56,11 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
         return code
     except (CliError, DemoError) as error:
         parsers[options.command].error(str(error))
     except KeyboardInterrupt:
-        print("\ninterrupted; all blocks were given back", file=sys.stderr)
+        print("\ninterrupted" + ("; all blocks were given back" if options.command == "demo" else ""), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Who read the output has gone: that is no error, but the interpreter must not flush into it again.

@@ -15,7 +15,7 @@ from pagedkv.cli import results
 PACKAGE = Path(pagedkv.__file__).parent
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
-pytestmark = pytest.mark.skipif(not (BENCHMARKS / "compare.py").exists(), reason="needs the benchmarks beside the tests")
+pytestmark = pytest.mark.skipif(not (BENCHMARKS / "compare.py").exists(), reason="needs the benchmarks beside it")
 
 SLOWER = """
 
@@ -89,8 +89,9 @@ def test_snapshot_and_checkout(scripts, tmp_path, monkeypatch):
     (root / "pagedkv" / "gone.py").unlink()
     untouched = (before / "setup.py").stat().st_mtime_ns
     tree, commit = compare.snapshot(folder), compare.checkout("HEAD", folder)
-    assert {path.name: path.read_text() for path in (tree / "pagedkv").iterdir()} == {"a.py": "new", "b.py": "untracked"}
-    assert {path.name: path.read_text() for path in (commit / "pagedkv").iterdir()} == {"a.py": "old", "gone.py": ""}
+    now, then = ({path.name: path.read_text() for path in (where / "pagedkv").iterdir()} for where in (tree, commit))
+    assert now == {"a.py": "new", "b.py": "untracked"}
+    assert then == {"a.py": "old", "gone.py": ""}
     assert (tree / "setup.py").stat().st_mtime_ns == untouched
     assert compare.checkout("HEAD", folder) == commit
     with pytest.raises(SystemExit) as end:

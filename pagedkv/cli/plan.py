@@ -89,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
         What the user can put right.
     """
     shape = _shape(options)
-    lengths = options.length or [n for n in LENGTHS if n <= (shape.longest or n)] or [shape.longest]
+    longest = shape.longest or LENGTHS[-1]
+    lengths: list[int] = options.length or [n for n in LENGTHS if n <= longest] or [longest]
     block_sizes = options.block_size or [16]
     if max(block_sizes) > _LARGEST_BLOCK:
         raise CliError(f"--block-size: expected at most {_LARGEST_BLOCK}, got {max(block_sizes)}")
