@@ -130,7 +130,7 @@ def test_the_table(capsys):
 def test_the_readmes_table_is_what_is_printed(capsys):
     chapter = README.read_text(encoding="utf-8").split("## Command line")[1]
     command = re.findall(r"^pagedkv (plan .*)$", chapter, flags=re.MULTILINE)[-1]
-    shown = chapter.split("```\n")[3].removesuffix("...\n")
+    shown = chapter.split("```\n")[2].removesuffix("...\n")
     assert main(command.split()) == 0
     assert capsys.readouterr().out.startswith(shown)
 
