@@ -163,8 +163,10 @@ def test_json_and_comparison(capsys, tmp_path):
         code = main([*TINY, *only, "--compare", str(path), "--json", "-"])
         out, err = capsys.readouterr()
         assert json.loads(out)["benchmarks"][0]["name"] == "push, 128 floats"
+        assert err.splitlines()[0] == f"since {path} (numpy was 1.0):"
         return code, err.splitlines()[-1].split()[-1]
 
+    kept["machine_info"]["numpy"] = "1.0"
     assert compared_with(20) == (0, "better")
     assert compared_with(1 / 20 / 20) == (1, "worse")
 

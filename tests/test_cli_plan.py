@@ -1,6 +1,8 @@
 """`python -m pagedkv plan`, against arithmetic done by hand, real stores and real sequences."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from pagedkv.__main__ import main
 from pagedkv.cli import model_config, plan
 from pagedkv.cli.model_config import LayerGroup
 
+README = Path(__file__).resolve().parent.parent / "README.md"
 GIB = 1 << 30
 LLAMA = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
 
@@ -123,6 +126,15 @@ def test_the_table(capsys):
     assert lines[-1].split() == ["float32", "16", "100", "292", "28.0", "MiB", "7", "10.7%", "6.7%"]
 
 
+@pytest.mark.skipif(not README.exists(), reason="needs the README beside the tests")
+def test_the_readmes_table_is_what_is_printed(capsys):
+    chapter = README.read_text(encoding="utf-8").split("## Command line")[1]
+    command = re.findall(r"^pagedkv (plan .*)$", chapter, flags=re.MULTILINE)[-1]
+    shown = chapter.split("```\n")[2].removesuffix("...\n")
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.startswith(shown)
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     ([], "the following arguments are required: --memory"),
     (["--memory", "1G"], "--layers is missing"),
@@ -165,6 +177,8 @@ DEEPSEEK = {
     ({**GEMMA, "layer_types": None}, [(15, 1, 256, 256, 512), (3, 1, 256, 256, None)]),
     ({**GEMMA, "model_type": "gemma2", "layer_types": None}, [(9, 1, 256, 256, 512), (9, 1, 256, 256, None)]),
     (QWEN, [(28, 2, 128, 128, None)]),
+    ({**QWEN, "use_sliding_window": None}, [(28, 2, 128, 128, None)]),
+    ({key: value for key, value in QWEN.items() if key != "use_sliding_window"}, [(28, 2, 128, 128, None)]),
     ({**QWEN, "use_sliding_window": True}, [(21, 2, 128, 128, None), (7, 2, 128, 128, 4096)]),
     ({"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
       "hidden_size": 4096, "sliding_window": 4096}, [(32, 8, 128, 128, 4096)]),

@@ -110,9 +110,9 @@ def test_the_saved_baseline_is_of_todays_figures():
 # --- instructions ---
 
 
-def test_counts_are_compared_exactly(scripts):
+def test_counts_are_compared_to_the_instruction(scripts):
     _, instructions = scripts
-    rows, grown = instructions.compare({"a": 100, "b": 100, "c": 100}, {"a": 101, "b": 100, "c": 99, "d": 1})
+    rows, grown = instructions.compare({"a": 100, "b": 100, "c": 100}, {"a": 101, "b": 100.1, "c": 99, "d": 1})
     assert grown == ["a"]
     assert [row[-1] for row in rows[1:]] == ["worse", "", "better"]
 
@@ -138,9 +138,9 @@ def test_counts_are_kept_by_version_and_environment(scripts, tmp_path, monkeypat
 
 
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
-def test_a_slower_push_takes_more_instructions(scripts, trees):
+def test_instructions_are_counted(scripts, trees):
+    """Of the slower push: 300 turns of an empty loop, of ten instructions or more each."""
     _, instructions = scripts
-    [(name, same)] = instructions.count(trees[0], repeats=2, only=["push, 128 floats"]).items()
-    slow = instructions.count(trees[1], repeats=2, only=[name])[name]
-    assert 500 < same < 5000
-    assert slow > same + 300 * 10  # as many turns of an empty loop, of more than ten instructions each
+    [(name, counted)] = instructions.count(trees[1], repeats=2, only=["push, 128 floats"]).items()
+    assert name == "push, 128 floats"
+    assert 300 * 10 < counted < 300 * 100

@@ -6,6 +6,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     CliError
         What the user can put right.
     """
-    before = _load(options.compare) if options.compare else None
+    before, there = _load(options.compare) if options.compare else (None, {})
     if options.json:
         check_writable(options.json)
     if options.threads and options.threads > 256:
@@ -76,14 +77,16 @@ def run(options: argparse.Namespace) -> int:
     measured = _measure(chosen, options.memory, options.seconds)
 
     quiet = options.json == "-"
+    here = {**machine(), "memory": options.memory}
     if options.json:
-        write_json(results.to_json(measured, machine()), options.json)
+        write_json(results.to_json(measured, here), options.json)
     if not quiet:
         print(report(measured, sys.stdout.encoding))
     if before is None:
         return 0
     changes = results.compare_all(before, measured, LEAST_CHANGE)
-    text = f"since {options.compare}:\n" + table(results.rows_of(changes), "<>>><")
+    other = ", ".join(f"{name} was {there[name]}" for name in here if name in there and there[name] != here[name])
+    text = f"since {options.compare}{other and f' ({other})'}:\n" + table(results.rows_of(changes), "<>>><")
     print(text if quiet else f"\n{text}", file=sys.stderr if quiet else sys.stdout)
     return int(any(change.verdict == "worse" for change in changes))
 
@@ -145,11 +148,15 @@ def _time(seconds: float) -> str:
     return f"{seconds * scale:.1f} {unit}"
 
 
-def _load(path: str) -> list[Result]:
+def _load(path: str) -> tuple[list[Result], dict[str, Any]]:
+    """The results that a file keeps, and the machine they come from."""
+    value: Any = read_json(path)
     try:
-        return results.from_json(read_json(path))
+        found = results.from_json(value)
     except ValueError as error:
         raise CliError(f"{path}: {error}") from None
+    there = value.get("machine_info")
+    return found, there if isinstance(there, dict) else {}
 
 
 def _choose(all_of_them: Sequence[Figure], only: Iterable[str] | None) -> list[Figure]:

@@ -24,7 +24,7 @@ N_Q_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 WIDTH = N_KV_HEADS * HEAD_DIM
 POSITION_BYTES = 2 * WIDTH * 4
 N_SEQUENCES, N_SHARING, N_OWN = 8, 32, 64
-N_PUSHES, N_RESERVED, N_STEPS = 2048, 4096, 16
+N_PUSHES, N_RESERVED, N_STEPS = 2048, 1 << 18, 16
 # A figure is of no use with fewer rounds, and gains nothing from more.
 LEAST_ROUNDS, MOST_ROUNDS = 14, 1000
 
@@ -169,9 +169,9 @@ def _step() -> Pair:
 
 
 def _reserve() -> Pair:
-    store = pagedkv.PagedKvStore(1, 1 << 18, 1, 1)
+    store = pagedkv.PagedKvStore(1, 1 << 20, 1, 1)
     cache = pagedkv.PagedKvCache()
-    free = list(range(1 << 18))
+    free = list(range(1 << 20))
 
     def reserve_and_release() -> None:
         cache.reserve(store, N_RESERVED)

@@ -111,7 +111,8 @@ def _windows(config: Mapping[str, Any], name: str, n_layers: int) -> list[int | 
         if unknown:
             raise ValueError(f"layer_types: a store cannot hold {unknown[0]!r}")
         return [known[kind] for kind in types]
-    if not width or config.get("use_sliding_window") is False:
+    # Qwen's windows are off unless they are switched on.
+    if not width or not config.get("use_sliding_window", not name.startswith("qwen")):
         return [None] * n_layers
     if config.get("sliding_window_pattern"):  # Gemma 3: every so many'th layer is a full one
         pattern = _integer(config, "sliding_window_pattern")
