@@ -198,3 +198,9 @@ def run_python(code, timeout=60, **environment):
     )
     assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def scrambled(number, n):
+    """n float32 of arbitrary bits: denormals, infinities and NaNs with all kinds of payloads among them."""
+    seeds = np.arange(number, number + n, dtype=np.uint32)
+    return (seeds * np.uint32(2654435761) ^ np.uint32(0x7F800000) * (seeds % 5 == 0)).astype(np.uint32).view(np.float32)

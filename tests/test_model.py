@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from dtype_reference import DTYPES, RAW, encode
+from helpers import scrambled
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -23,12 +24,6 @@ pick = st.integers(0, 23)  # which one: modulo how many there are
 few = st.integers(0, 6)
 many = st.one_of(few, few, st.integers(0, 40))
 dtypes = st.sampled_from(DTYPES)
-
-
-def scrambled(number, n):
-    """n float32 of arbitrary bits: denormals, infinities and NaNs with all kinds of payloads among them."""
-    seeds = np.arange(number, number + n, dtype=np.uint32)
-    return (seeds * np.uint32(2654435761) ^ np.uint32(0x7F800000) * (seeds % 5 == 0)).astype(np.uint32).view(np.float32)
 
 
 class Machine(RuleBasedStateMachine):
