@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 # A whole number in [low, high]; TypeError or ValueError names it.
-cdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
+cpdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
 # An index in [0, n); TypeError or IndexError names it.
 cdef Py_ssize_t as_index(object value, str name, Py_ssize_t n) except -1
 # A number of threads, 1 to 256.

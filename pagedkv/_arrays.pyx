@@ -50,7 +50,7 @@ cdef str show(object value):
     return str(value) if value.bit_length() <= 128 else f"one of {value.bit_length()} bits"
 
 
-cdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1:
+cpdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1:
     value = as_integer(value, name, "an integer")
     if not low <= value <= high:
         raise ValueError(f"{name}: expected an integer from {low} to {high}, got {show(value)}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+
+from pagedkv._arrays import as_size
 
 
 def as_token_ids(tokens: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -57,16 +60,7 @@ def as_namespace(namespace: bytes | None) -> bytes | None:
 
 
 def as_count(value: SupportsIndex, name: str) -> int:
-    number = as_integer(value, name)
-    if number < 0:
-        raise ValueError(f"{name}: expected at least 0, got {number}")
-    return number
-
-
-def as_integer(value: SupportsIndex, name: str) -> int:
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    return operator.index(value)
+    return as_size(value, name, 0, sys.maxsize)
 
 
 def as_ttl(ttl: float | None) -> float | None:

@@ -15,7 +15,7 @@ cdef object row_layout(int kind, object n_heads, object head_dim)
 
 cdef class BlockRows:
     cdef int kind                           # SIMD_F32 ...
-    cdef Py_ssize_t n_layers, block_size, n_heads, head_dim, row_bytes
+    cdef Py_ssize_t n_layers, block_size, n_heads, head_dim, item_bytes, row_bytes
     cdef const char* memory                 # of all rows
     cdef Py_ssize_t n_bytes
     cdef float[:, :, ::1] floats            # float32: [n_layers, total_blocks * block_size, width]

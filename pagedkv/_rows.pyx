@@ -65,6 +65,7 @@ cdef class BlockRows:
         self.block_size = block_size
         self.n_heads = n_heads
         self.head_dim = head_dim
+        self.item_bytes = STORED[kind].itemsize
         self.row_bytes = row_bytes
         self.format.dtype = kind
         self.format.n_heads = n_heads
@@ -82,7 +83,7 @@ cdef class BlockRows:
         (<object>memory).base.flags.writeable = False
         rows = (<object>memory).reshape(n_layers, total_blocks, block_size, row_bytes)
         rows.flags.writeable = False
-        self.blocks = rows[..., :n_heads * head_dim * STORED[kind].itemsize].view(STORED[kind])
+        self.blocks = rows[..., :n_heads * head_dim * self.item_bytes].view(STORED[kind])
         self.scales = rows[..., scales_at:].view(np.float32) if kind == SIMD_I8 else None
 
     # --- what callers give ---
@@ -160,5 +161,5 @@ cdef class BlockRows:
             view.rows = <const char*>&self.packed[layer, 0, 0]
         view.row_bytes = self.row_bytes
         view.head_dim = self.head_dim
-        view.head_bytes = self.head_dim * (4 if self.kind == SIMD_F32 else 1 if self.kind == SIMD_I8 else 2)
+        view.head_bytes = self.head_dim * self.item_bytes
         view.scales = self.format.scales

@@ -107,12 +107,15 @@ cdef class BlockAllocator:
                 self.released += self.n_returned - top
         return bad
 
-    # --- for the prefix cache: ids are its own, hence valid ---
+    # --- for the prefix cache ---
 
     def mark(self, const int32_t[::1] ids not None, Kind kind):
         """Say of blocks that the prefix cache holds whether it may give them up, or that it no longer holds them."""
         cdef Py_ssize_t i
         cdef unsigned char* kinds
+        for i in range(ids.shape[0]):
+            if not 0 <= ids[i] < self.total:
+                raise IndexError(f"ids: expected 0 to {self.total - 1}, got {ids[i]}")
         if self.kinds is NULL:
             kinds = <unsigned char*>calloc(max(self.total, 1), 1)
             if kinds is NULL:
@@ -141,7 +144,8 @@ cdef class BlockAllocator:
 
     cpdef bint is_idle(self, int32_t id) noexcept:
         """Whether a block could be given up now."""
-        return self.counts[id] == 1 and self.kinds is not NULL and self.kinds[id] == EVICTABLE
+        return (0 <= id < self.total and self.counts[id] == 1
+                and self.kinds is not NULL and self.kinds[id] == EVICTABLE)
 
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
         # Sorted, so that a block's occurrences are counted without a table of all blocks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 import os
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +17,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv._keys import as_count, as_integer, as_namespace, as_token_ids, as_ttl
+from pagedkv._arrays import as_size
+from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
 from pagedkv._radix import NEVER, Blocks, Node, RadixTree
 from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
@@ -230,14 +232,15 @@ class PrefixCache:
 
     def _copy_last(self, blocks: Blocks) -> Blocks:
         """The blocks with a copy for the last one, or without it if there is none to copy to. It is held until then."""
+        copied = blocks.copy()
         try:
-            own = self._store.acquire(1)
+            copied[-1:] = self._store.acquire(1)
         except PagedStoreExhausted:
-            own = []
+            copied = blocks[:-1]
         else:
-            self._store.copy_block(int(blocks[-1]), own[0])
+            self._store.copy_block(int(blocks[-1]), int(copied[-1]))
         self._store.release(blocks[-1:])
-        return np.concatenate([blocks[:-1], np.array(own, np.int32)])
+        return copied
 
     # --- changing ---
 
@@ -281,7 +284,7 @@ class PrefixCache:
         ids, name = as_token_ids(tokens), as_namespace(namespace)
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
-        rank, seconds = as_integer(priority, "priority"), as_ttl(ttl)
+        rank, seconds = as_size(priority, "priority", -sys.maxsize, sys.maxsize), as_ttl(ttl)
         size = self._store.block_size
         n = min(len(ids), cache.seq_len) // size
         if n == 0:

@@ -17,9 +17,9 @@ PACKAGE = ROOT / "pagedkv"
 # modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
 FLOORS = [
     ["_kernels"],  # C-level only
-    ["errors", "stats", "viz", "_keys", "_radix"],  # plain values, pictures and a tree of them
+    ["errors", "stats", "viz", "_radix"],  # plain values, pictures and a tree of them
     ["_arrays"],  # what the caller gave, checked
-    ["allocator", "_rows", "threads"],
+    ["allocator", "_rows", "_keys", "threads"],
     ["store", "cpu"],
     ["contiguous", "_table"],
     ["sequence"],
@@ -27,7 +27,8 @@ FLOORS = [
     ["step", "prefix", "beams"],
     ["admission"],
     ["__init__"],
-    ["integrations", "demo", "cli"],
+    ["integrations", "cli"],
+    ["demo"],
     ["__main__"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

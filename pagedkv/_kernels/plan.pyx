@@ -147,15 +147,14 @@ cdef void add_tiles(Planner* planner, const AttendMember* members, Py_ssize_t n_
     cdef AttendPlan* plan = planner.plan
     cdef const AttendMember* last = &members[n_members - 1]
     cdef Py_ssize_t n_kv_heads = planner.kv.n_kv_heads
-    cdef Py_ssize_t n_head_tiles = n_kv_heads if by_panels else 1, i
+    cdef Py_ssize_t n_head_tiles, most_heads, i
     cdef AttendTile tile
     memset(&tile, 0, sizeof(tile))
     tile.first_member = plan.n_members
     tile.n_members = n_members
     tile.rows_per_head = last.first_row + last.n_queries * planner.group
-    while n_kv_heads % n_head_tiles or n_kv_heads // n_head_tiles > max(1, HEADS_ROWS // tile.rows_per_head):
-        n_head_tiles += 1
-    tile.n_heads = n_kv_heads // n_head_tiles
+    most_heads = 1 if by_panels else max(1, HEADS_ROWS // tile.rows_per_head)
+    n_head_tiles = (n_kv_heads + most_heads - 1) // most_heads
     tile.shared = shared
     tile.by_panels = by_panels
     plan.members = <AttendMember*>room_for(planner, plan.members, plan.n_members, n_members, sizeof(AttendMember))
@@ -166,7 +165,8 @@ cdef void add_tiles(Planner* planner, const AttendMember* members, Py_ssize_t n_
         plan.members[plan.n_members] = members[i]
         plan.n_members += 1
     for i in range(n_head_tiles):
-        tile.first_head = i * tile.n_heads
+        tile.first_head = i * n_kv_heads // n_head_tiles
+        tile.n_heads = (i + 1) * n_kv_heads // n_head_tiles - tile.first_head
         add_tasks(planner, &tile, begin, end, n_siblings * n_head_tiles)
         if planner.failed:
             return
@@ -229,9 +229,9 @@ cdef void add_shared_tiles(Planner* planner, Py_ssize_t n_spans) noexcept nogil:
     """Find the tree of leading blocks that sequences have in common, and add a shared tile for each stretch of it."""
     cdef Candidate* candidates = <Candidate*>malloc(n_spans * sizeof(Candidate))
     cdef AttendMember* members = <AttendMember*>malloc(n_spans * sizeof(AttendMember))
-    cdef Stretch* stack = <Stretch*>malloc(n_spans * sizeof(Stretch))
+    cdef Stretch* stack = <Stretch*>malloc((n_spans + 1) * sizeof(Stretch))
     cdef Py_ssize_t block_size = planner.kv.block_size
-    cdef Py_ssize_t n, i, first, n_common, n_outer, n_open = 0
+    cdef Py_ssize_t n, i, first, n_common, n_outer, n_open = 1
     if candidates is NULL or members is NULL or stack is NULL:
         planner.failed = True
         n = 0
@@ -246,17 +246,20 @@ cdef void add_shared_tiles(Planner* planner, Py_ssize_t n_spans) noexcept nogil:
             planner.plan.shares[i].end = 0
             planner.plan.shares[i].link = planner.plan.shares[i].own_tile = -1
             planner.plan.shares[i].n_own_tiles = 0
-    # Stretches close from the inside out, as the walk passes the last of their sequences.
+    # Stretches close from the inside out, as the walk passes the last of their sequences. The lowest on the stack is
+    # what all have in common: nothing.
+    if n:
+        stack[0].n_blocks = stack[0].first = 0
     for i in range(1, n + 1 if n else 0):
         n_common = candidates[i].n_common if i < n else 0
         first = i - 1
-        while n_open and stack[n_open - 1].n_blocks > n_common:
+        while stack[n_open - 1].n_blocks > n_common:
             n_open -= 1
             first = stack[n_open].first
-            n_outer = max(n_common, stack[n_open - 1].n_blocks if n_open else 0)
+            n_outer = max(n_common, stack[n_open - 1].n_blocks)
             share_stretch(planner, &candidates[first], i - first, members,
                           n_outer * block_size, stack[n_open].n_blocks * block_size)
-        if n_common > (stack[n_open - 1].n_blocks if n_open else 0):
+        if n_common > stack[n_open - 1].n_blocks:
             stack[n_open].n_blocks = n_common
             stack[n_open].first = first
             n_open += 1

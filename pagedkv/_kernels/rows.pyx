@@ -55,6 +55,8 @@ cdef void encode_row(char* dst, const float* src, const RowFormat* format, const
     if format.dtype != SIMD_I8:
         dtype.narrow(dst, NULL, src, format.n_heads * format.head_dim)
         return
+    # Between the values and the scales: nothing that came from elsewhere, so that equal rows are equal bytes.
+    memset(dst + format.n_heads * format.head_dim, 0, format.scales - format.n_heads * format.head_dim)
     for h in range(format.n_heads):
         dtype.narrow(dst + h * format.head_dim, <float*>(dst + format.scales) + h, src + h * format.head_dim,
                      format.head_dim)

