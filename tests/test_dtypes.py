@@ -246,3 +246,21 @@ def test_contiguous_caches_stay_float32():
     with pytest.raises(TypeError, match="dtype"):
         pagedkv.KvCache(2, 3, dtype="float16")
 
+
+
+@pytest.mark.parametrize("n", [3, 60_000], ids=["few", "streamed"])
+def test_equal_int8_rows_are_equal_bytes(n):
+    """Between the values and the scales of a row lies nothing by chance: blocks may be compared and summed up."""
+    k = np.random.default_rng(0).standard_normal((n, 33), dtype=np.float32)
+    seen = []
+    for before in 1.0, 7.0:
+        store = pagedkv.PagedKvStore(16, -(-n // 16), 1, 33, dtype="int8", debug=before == 7.0)
+        cache = pagedkv.PagedKvCache()
+        cache.append_contiguous(store, k * np.float32(before), k, n)
+        cache.truncate(store, 0)
+        cache.append_contiguous(store, k, k, n)
+        rows = store.k_block(int(cache.block_table[0]))
+        whole = np.lib.stride_tricks.as_strided(rows.view(np.uint8), (min(n, 16), rows.strides[0]))
+        assert rows.strides[0] == 36 + 4
+        seen.append(whole.tobytes())
+    assert seen[0] == seen[1]
