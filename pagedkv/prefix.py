@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import count
+from types import EllipsisType
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -102,7 +103,7 @@ class PrefixCache:
 
     def __del__(self) -> None:
         if self._trees:
-            self._clear()
+            self._clear(self._trees.values())
 
     def __repr__(self) -> str:
         return f"PrefixCache(blocks={self._held}, evictable={self.evictable_block_count}, store={self._store!r})"
@@ -336,10 +337,14 @@ class PrefixCache:
             self._end_terms()
             return self._evict(n_wanted) if n_wanted <= self._books.n_evictable else 0
 
-    def clear(self) -> int:
-        """Forget everything, protected or not; returns how many blocks were held. What sequences hold stays theirs."""
+    def clear(self, *, namespace: bytes | EllipsisType | None = ...) -> int:
+        """Forget one namespace, or without it all of them, protected or not; returns how many blocks were held.
+
+        What sequences hold stays theirs. TypeError if ``namespace`` is no bytes and not None.
+        """
+        name = namespace if namespace is ... else as_namespace(namespace)
         with self._lock:
-            return self._clear()
+            return self._clear([tree for key, tree in self._trees.items() if name is ... or key == name])
 
     # --- looking after it ---
 
@@ -438,13 +443,14 @@ class PrefixCache:
                     n_freed += n_last
         return n_freed
 
-    def _clear(self) -> int:
+    def _clear(self, trees: Iterable[RadixTree]) -> int:
         n_held = self._held
-        gone = [blocks for tree in self._trees.values() for blocks in tree.forget_below(tree.root, 0)]
-        self._terms.clear()
-        self._give_back(gone)
-        self._evicted -= n_held
-        return n_held
+        self._give_back([blocks for tree in trees for blocks in tree.forget_below(tree.root, 0)])
+        self._terms = [term for term in self._terms if term[2].parent is not None]
+        heapq.heapify(self._terms)
+        n_gone = n_held - self._held
+        self._evicted -= n_gone
+        return n_gone
 
     def _give_back(self, gone: list[Blocks]) -> None:
         """Blocks that are in no tree any more."""
