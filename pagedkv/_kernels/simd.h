@@ -46,9 +46,11 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define SIMD_INLINE static inline __attribute__((always_inline))
+#define SIMD_OUTLINE static __attribute__((noinline)) /* long, and not to be had in every loop anew */
 #define SIMD_PREFETCH(p) __builtin_prefetch(p)
 #elif defined(_MSC_VER)
 #define SIMD_INLINE static __forceinline
+#define SIMD_OUTLINE static __declspec(noinline)
 #if defined(_M_X64)
 #define SIMD_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 #else
@@ -56,6 +58,7 @@
 #endif
 #else
 #define SIMD_INLINE static inline
+#define SIMD_OUTLINE static
 #define SIMD_PREFETCH(p) ((void)(p))
 #endif
 

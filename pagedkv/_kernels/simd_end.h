@@ -5,3 +5,4 @@
 #undef DOT_ROWS
 #undef STORES_SUMS16
 #undef IN_REGISTER
+#undef AT
