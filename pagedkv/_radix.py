@@ -19,8 +19,9 @@ children cannot go either.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -217,6 +218,30 @@ class RadixTree:
                 if parent.priority < node.priority or parent.expires < node.expires:
                     return f"{name} outlives its parent"
         return None
+
+
+def plan_eviction(
+    trees: Iterable[RadixTree], n_idle_at_end: Callable[[Blocks], int], n: int
+) -> list[tuple[RadixTree, Node, int]]:
+    """The `n` blocks to evict, in this order: a tree gives as long as none holds more, each from its own order."""
+    queue: list[tuple[int, int, RadixTree, Iterator[tuple[Node, int]], tuple[Node, int]]] = []
+    for number, tree in enumerate(trees):
+        victims = tree.victims(n_idle_at_end)
+        first = next(victims, None) if n else None
+        if first is not None:
+            queue.append((-tree.n_blocks, number, tree, victims, first))
+    heapq.heapify(queue)
+    plan = []
+    while n and queue:
+        size, number, tree, victims, (node, n_idle) = heapq.heappop(queue)
+        above = -size + queue[0][0] if queue else n
+        n_last = min(n, n_idle, max(1, above))
+        plan.append((tree, node, n_last))
+        n -= n_last
+        rest = (node, n_idle - n_last) if n_last < n_idle else next(victims, None)
+        if rest is not None:
+            heapq.heappush(queue, (size + n_last, number, tree, victims, rest))
+    return plan
 
 
 def _common(key: bytearray, data: bytes, at: int) -> int:
