@@ -281,8 +281,8 @@ class PrefixCache:
             What the sequence's positions were computed from. Only blocks that lie wholly within both ``n`` and
             ``seq_len`` are taken; what is known already stays as it is.
         cache : PagedKvCache
-            A sequence of the store. Blocks that `drop_before` gave back cannot be inserted any more: such a
-            sequence can only continue what is known up to there, or else nothing is inserted.
+            A sequence of the store. Blocks that `PagedKvCache.drop_before` gave back cannot be inserted any more: such
+            a sequence can only continue what is known up to there, or else nothing is inserted.
         namespace : bytes, optional
             Where they can be found again. None is one of its own.
         priority : int, optional

@@ -29,6 +29,7 @@ def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
     Returns
     -------
     array of the tensor's shape
+        float32, float16, or uint16 for bfloat16.
 
     Raises
     ------
@@ -36,6 +37,10 @@ def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
         No tensor, or one of integers.
     ValueError
         A tensor on another device, or a dtype that is none of the three.
+
+    Notes
+    -----
+    Threads: may be called from any thread; where the memory is shared, nobody may write into the tensor meanwhile.
 
     Examples
     --------
@@ -67,13 +72,22 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torc
     Parameters
     ----------
     array : float32, float16 or uint16 array
-        uint16 stands for the bits of bfloat16.
+        Of any shape; uint16 stands for the bits of bfloat16.
     dtype : torch.dtype, optional
         That of the tensor; the array's without it.
 
     Returns
     -------
     torch.Tensor of the array's shape
+
+    Raises
+    ------
+    TypeError
+        No array, or one of another dtype.
+
+    Notes
+    -----
+    Threads: may be called from any thread. The tensor of a block shows what is written into the block later.
 
     Examples
     --------

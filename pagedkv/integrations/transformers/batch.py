@@ -29,8 +29,19 @@ class TokenEvent:
     request : int
         The prompt that it continues, by its number.
     token : int
+        Its id.
     finish_reason : None, "stop" or "length"
         Set with a request's last token: it is a stop token, or there are as many as were asked for.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> from pagedkv.integrations.transformers import TokenEvent
+    >>> TokenEvent(request=3, token=42, finish_reason=None).token
+    42
     """
 
     request: int
@@ -81,6 +92,7 @@ def generate_batch(
     prefill_rows : int, optional
         Prompt tokens that a step computes at most.
     share_prefixes : bool, optional
+        Whether a request starts on what a running one with the same beginning has computed.
     progress : bool, optional
         Show a bar (needs tqdm).
     **options

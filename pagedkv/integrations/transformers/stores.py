@@ -113,8 +113,13 @@ class PagedStores:
     Attributes
     ----------
     groups : tuple of LayerGroup
+        The layers of each kind, their window, and their `PagedKvStore`.
     config : PretrainedConfig
-    block_size, total_blocks, n_layers : int
+        That of the decoder.
+    block_size, total_blocks : int
+        Of each store.
+    n_layers : int
+        Layers of the model.
 
     Raises
     ------
@@ -124,7 +129,7 @@ class PagedStores:
 
     Notes
     -----
-    Threads: as a store. A `PagedCache` belongs to one thread at a time.
+    Threads: as a `PagedKvStore`, any number of them. A `PagedCache` belongs to one thread at a time.
 
     Examples
     --------
@@ -196,18 +201,63 @@ class PagedStores:
         return sum(group.nbytes_held for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """A layer's group, and its number in that group's store."""
+        """A layer's group, and its number in that group's store.
+
+        Parameters
+        ----------
+        layer : int
+            0 to ``n_layers - 1``, as the model counts.
+
+        Returns
+        -------
+        tuple of int
+            An index into ``groups``, and the ``layer`` of its store.
+
+        Raises
+        ------
+        IndexError
+            ``layer`` out of range.
+        """
         return self._place[layer]
 
     def group_of(self, layer: int) -> LayerGroup:
+        """The group that a layer belongs to. Arguments and errors as for `place_of`."""
         return self.groups[self._place[layer][0]]
 
     def blocks_for(self, n_positions: int) -> int:
-        """Blocks of a store that ``n_positions`` take at most; a window makes it fewer."""
+        """Blocks of a store that so many positions take at most; a window makes it fewer.
+
+        Parameters
+        ----------
+        n_positions : int
+            Of one sequence.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
         return -(-n_positions // self.block_size)
 
     def check_rows(self, layer: int, k_shape: Sequence[int], v_shape: Sequence[int]) -> None:
-        """Refuses K and V ``[batch, heads, positions, head_dim]`` that are not of a layer's shape."""
+        """Refuses K and V that are not of a layer's shape.
+
+        Parameters
+        ----------
+        layer : int
+            0 to ``n_layers - 1``, as the model counts.
+        k_shape, v_shape : sequence of int
+            Expected are ``[batch, n_kv_heads, positions, head_dim]``, and ``v_head_dim``.
+
+        Raises
+        ------
+        ValueError
+            Another shape, or a layer that is not there: the cache of another model.
+        """
         if not 0 <= layer < self.n_layers:
             raise ValueError(f"layer_idx: expected 0 to {self.n_layers - 1}, got {layer}: another model's cache?")
         if self.config.num_hidden_layers != self.n_layers:
