@@ -1,7 +1,6 @@
-from typing import Literal
-
 from typing_extensions import disjoint_base
 
+from pagedkv._arrays import _DTypeName
 from pagedkv.allocator import BlockAllocator
 
 @disjoint_base
@@ -17,5 +16,5 @@ class BlockStore:
     @property
     def v_head_dim(self) -> int: ...
     @property
-    def dtype(self) -> Literal["float32", "float16", "bfloat16", "int8"]: ...
+    def dtype(self) -> _DTypeName: ...
     def _reclaim_from(self, prefix: object) -> BlockAllocator: ...

@@ -5,9 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
 
-import numpy.typing as npt
-
-from pagedkv._keys import as_count, as_token_ids
+from pagedkv._keys import Tokens, as_count, as_token_ids
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import with_field_docs
@@ -76,7 +74,7 @@ class Waiting:
     100
     """
 
-    tokens: "npt.ArrayLike" = ()
+    tokens: "Tokens" = ()
     n_positions: SupportsIndex | None = None
     n_most: SupportsIndex | None = None
     namespace: bytes | None = None

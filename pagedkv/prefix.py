@@ -15,10 +15,9 @@ from itertools import count
 from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv._arrays import as_size
-from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
+from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids, as_ttl
 from pagedkv._radix import NEVER, Blocks, Node, RadixTree, plan_eviction
 from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
@@ -145,7 +144,7 @@ class PrefixCache:
 
     # --- reading ---
 
-    def match(self, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> int:
+    def match(self, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """How many of these tokens' positions `attach` would reuse. Changes nothing, and is no use of them.
 
         Parameters
@@ -170,7 +169,7 @@ class PrefixCache:
             tree = self._trees.get(name)
             return 0 if tree is None else tree.find(data)[1]
 
-    def match_blocks(self, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> Blocks:
+    def match_blocks(self, tokens: Tokens, *, namespace: bytes | None = None) -> Blocks:
         """The ids of the whole blocks that `attach` would share: int32 ``[match(tokens) // block_size]``.
 
         They are not retained: another thread may evict them as soon as this returns.
@@ -185,7 +184,7 @@ class PrefixCache:
             node, n = tree.find(data)
             return tree.blocks_to(node)[: n // self._store.block_size]
 
-    def attach(self, cache: PagedKvCache, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> int:
+    def attach(self, cache: PagedKvCache, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """Start an empty sequence on the longest beginning of ``tokens`` that is known.
 
         Whole blocks are shared. Where the tokens part inside a block, the sequence gets a block of its own and a
@@ -266,7 +265,7 @@ class PrefixCache:
 
     def insert(
         self,
-        tokens: npt.ArrayLike,
+        tokens: Tokens,
         cache: PagedKvCache,
         *,
         namespace: bytes | None = None,

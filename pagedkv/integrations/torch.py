@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,14 @@ import torch
 _TENSOR_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@overload
+def as_rows(tensor: torch.Tensor, dtype: Literal["float32"] = "float32") -> npt.NDArray[np.float32]: ...
+@overload
+def as_rows(tensor: torch.Tensor, dtype: Literal["float16"]) -> npt.NDArray[np.float16]: ...
+@overload
+def as_rows(tensor: torch.Tensor, dtype: Literal["bfloat16"]) -> npt.NDArray[np.uint16]: ...
+@overload
+def as_rows(tensor: torch.Tensor, dtype: str) -> npt.NDArray[Any]: ...
 def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
     """A tensor's values as an array that `PagedKvCache.push`, `Step.write` and `paged_attention` take.
 

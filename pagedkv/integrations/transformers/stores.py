@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from pagedkv import PagedKvCache, PagedKvStore, Step
+
+if TYPE_CHECKING:
+    from pagedkv._arrays import _DType
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class PagedStores:
         total_blocks: int,
         *,
         block_size: int = 16,
-        dtype: npt.DTypeLike = "float32",
+        dtype: _DType = "float32",
         debug: bool = False,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
