@@ -8,10 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+from test_architecture import FLOORS
 
 import pagedkv
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+
+needs_readme = pytest.mark.skipif(not README.exists(), reason="needs the README beside the tests")
 
 OPTIONAL = ("torch", "transformers")  # what an extra brings
 
@@ -46,12 +49,59 @@ def test_the_readmes_examples_run(title, code):
         exec(compile(code, f"README.md, {title}", "exec"), {"__name__": "__readme__"})
 
 
-@pytest.mark.skipif(not README.exists(), reason="needs the README beside the tests")
+@needs_readme
 def test_the_names_in_the_readme_exist():
     names = set(re.findall(r"\bpagedkv\.([A-Za-z_]\w*)", README.read_text(encoding="utf-8")))
     names -= {"git", "py", "pyx", "so"}  # of addresses and files
     missing = [name for name in names if not hasattr(pagedkv, name) and not can_import(f"pagedkv.{name}")]
     assert not missing
+
+
+@needs_readme
+def test_every_public_name_is_in_the_readme():
+    text = README.read_text(encoding="utf-8")
+    assert not [name for name in pagedkv.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+def slug(title):
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def headings(text, marks):
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^{marks} (.+)$", without_code, flags=re.MULTILINE)
+
+
+@needs_readme
+def test_the_readmes_links_lead_somewhere():
+    text = README.read_text(encoding="utf-8")
+    anchors = {slug(title) for title in headings(text, "##+")}
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert any(link.startswith("#") for link in links)
+    for link in links:
+        if not re.match(r"https?://", link):
+            path, _, anchor = link.partition("#")
+            assert (README.parent / path).exists(), link
+            assert not anchor or path or anchor in anchors, link
+
+
+@needs_readme
+def test_the_contents_are_the_chapters():
+    text = README.read_text(encoding="utf-8")
+    contents = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", text.partition("\n## ")[0])
+    assert contents == [(title, slug(title)) for title in headings(text, "##")]
+    chapters = [title.lower() for title, _ in contents]
+    asked = ["start", "serve", "transformers", "dtypes", "threads", "numbers", "design"]
+    assert [title for title in chapters if title in asked] == asked
+
+
+@needs_readme
+def test_the_rooms_of_the_readme_are_those_of_the_package():
+    design = README.read_text(encoding="utf-8").partition("\n## Design\n")[2]
+    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", design, flags=re.MULTILINE)
+    rooms = [set(re.findall(r"\w+", row)) for row in table]
+    assert rooms == [set(floor) for floor in FLOORS if not floor[0].startswith("__")]
 
 
 def can_import(name):

@@ -326,7 +326,7 @@ def example_admission() -> None:
     room = assert_type(pagedkv.room_for(store, pagedkv.PagedKvCache(), prefix=prefixes), pagedkv.Room)
     assert_type(room.now + room.with_eviction + room.ever, int)
     waiting = [
-        pagedkv.Waiting([1, 2, 3], n_positions=3, n_most=30, namespace=b"a"),
+        pagedkv.Waiting(tokens=[1, 2, 3], n_positions=3, n_most=30, namespace=b"a"),
         pagedkv.Waiting(cache=pagedkv.PagedKvCache()),
     ]
     plan = pagedkv.plan_admission(store, iter(waiting), prefix=prefixes, keep_free=1, overtake=True)
