@@ -306,6 +306,11 @@ def test_attributes_and_properties_are_described(name):
         assert known or attribute in ("groups", "config"), attribute
 
 
+def test_the_package_names_every_page():
+    text = inspect.getdoc(pagedkv)
+    assert not [name for name in pagedkv.__all__ if not re.search(rf"`{name}(\.\w+)?`", text)]
+
+
 def test_fields_of_results_have_docstrings():
     for name in pagedkv.__all__:
         cls = getattr(pagedkv, name)
