@@ -235,7 +235,7 @@ def test_the_docstrings_examples_run(name, text):
 
 
 def test_the_main_classes_have_examples():
-    names = {name.rsplit(".", 1)[1] for name in examples()}
+    names = {name.rpartition(".")[2] for name in examples()}
     assert {"PagedKvStore", "PagedKvCache", "KvCache", "KvBlockPool", "Step", "paged_attention", "attention"} <= names
 
 
