@@ -11,8 +11,9 @@ attention reads straight through the tables. Each name below has a page of its o
 - Threads: `get_num_threads`, `set_num_threads`.
 - Errors: `PagedKvError`, `PagedStoreExhausted`, `KvPoolExhausted`. Whatever raises has changed nothing.
 
-Models of transformers: `pagedkv.integrations.transformers`; tensors: `pagedkv.integrations.torch`. The command
-``python -m pagedkv`` shows what the machine and the library can do.
+Modules of their own: `pagedkv.serving`, continuous batching for models of several stores;
+`pagedkv.integrations.transformers` and `pagedkv.integrations.torch`. The command ``python -m pagedkv`` shows what the
+machine and the library can do.
 
 Examples
 --------

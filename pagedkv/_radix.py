@@ -244,6 +244,29 @@ def plan_eviction(
     return plan
 
 
+def cut_out(
+    trees: Iterable[RadixTree],
+    end_of_idle: Callable[[Blocks], int],
+    n_idle_at_end: Callable[[Blocks], int],
+    n: int,
+    gone: list[Blocks],
+) -> int:
+    """Take up to `n` idle blocks with others below that a sequence holds, as windows leave them; returns how many.
+
+    What lies below can no longer be found without them: it leaves its tree, and stays the sequence's. All that has left
+    is in `gone`.
+    """
+    n_freed = 0
+    for tree in sorted(trees, key=lambda tree: -tree.n_blocks):
+        for node in list(tree.in_order()):
+            while n_freed < n and (end := end_of_idle(node.blocks)) and node.parent is not None:
+                gone += tree.forget_below(node, end)
+                n_last = min(n - n_freed, n_idle_at_end(node.blocks))
+                gone.append(tree.trim(node, n_last))
+                n_freed += n_last
+    return n_freed
+
+
 def _common(key: bytearray, data: bytes, at: int) -> int:
     """How many tokens at the beginning of `key` are those of `data` from byte `at` on; the first one is."""
     n = min(len(key), len(data) - at) // TOKEN

@@ -9,16 +9,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import count
+from types import EllipsisType
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids, as_ttl
-from pagedkv._radix import NEVER, Blocks, Node, RadixTree, plan_eviction
+from pagedkv._radix import NEVER, Blocks, Node, RadixTree, cut_out, plan_eviction
 from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import PrefixStats
@@ -101,7 +102,7 @@ class PrefixCache:
 
     def __del__(self) -> None:
         if self._trees:
-            self._clear()
+            self._clear(self._trees.values())
 
     def __repr__(self) -> str:
         return f"PrefixCache(blocks={self._held}, evictable={self.evictable_block_count}, store={self._store!r})"
@@ -369,16 +370,27 @@ class PrefixCache:
             self._end_terms()
             return self._evict(n_wanted) if n_wanted <= self._books.n_evictable else 0
 
-    def clear(self) -> int:
-        """Forget everything, protected or not. What sequences hold stays theirs.
+    def clear(self, *, namespace: bytes | EllipsisType | None = ...) -> int:
+        """Forget one namespace, or all of them, protected or not. What sequences hold stays theirs.
+
+        Parameters
+        ----------
+        namespace : bytes or None, optional
+            All of them without it; None is one of its own.
 
         Returns
         -------
         int
             How many blocks were held.
+
+        Raises
+        ------
+        TypeError
+            ``namespace`` is no bytes and not None.
         """
+        name = namespace if namespace is ... else as_namespace(namespace)
         with self._lock:
-            return self._clear()
+            return self._clear([tree for key, tree in self._trees.items() if name is ... or key == name])
 
     # --- looking after it ---
 
@@ -436,33 +448,19 @@ class PrefixCache:
                 gone.append(tree.trim(node, n_last))
                 left -= n_last
             if left and self._books.n_evictable > n - left:
-                left -= self._cut_out(left, gone)
+                left -= cut_out(self._trees.values(), self._books.end_of_idle, self._books.n_idle_at_end, left, gone)
         finally:  # an interrupt must not lose what has left the tree
             self._give_back(gone)
         return n - left
 
-    def _cut_out(self, n: int, gone: list[Blocks]) -> int:
-        """Take idle blocks with others below that a sequence holds, as windows leave them; returns how many.
-
-        What lies below can no longer be found without them: it leaves the cache, and stays the sequence's.
-        """
-        n_freed = 0
-        for tree in sorted(self._trees.values(), key=lambda tree: -tree.n_blocks):
-            for node in list(tree.in_order()):
-                while n_freed < n and (end := self._books.end_of_idle(node.blocks)) and node.parent is not None:
-                    gone += tree.forget_below(node, end)
-                    n_last = min(n - n_freed, self._books.n_idle_at_end(node.blocks))
-                    gone.append(tree.trim(node, n_last))
-                    n_freed += n_last
-        return n_freed
-
-    def _clear(self) -> int:
+    def _clear(self, trees: Iterable[RadixTree]) -> int:
         n_held = self._held
-        gone = [blocks for tree in self._trees.values() for blocks in tree.forget_below(tree.root, 0)]
-        self._terms.clear()
-        self._give_back(gone)
-        self._evicted -= n_held
-        return n_held
+        self._give_back([blocks for tree in trees for blocks in tree.forget_below(tree.root, 0)])
+        self._terms = [term for term in self._terms if term[2].parent is not None]
+        heapq.heapify(self._terms)
+        n_gone = n_held - self._held
+        self._evicted -= n_gone
+        return n_gone
 
     def _give_back(self, gone: list[Blocks]) -> None:
         """Blocks that are in no tree any more."""

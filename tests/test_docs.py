@@ -11,6 +11,7 @@ import pytest
 from test_architecture import FLOOR_OF
 
 import pagedkv
+import pagedkv.serving
 from pagedkv.__main__ import main
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -180,8 +181,11 @@ def can_import(name):
 
 def modules():
     """Those of the library itself; the demo is a program, with tests of its own."""
-    names = [name for _, name, _ in pkgutil.iter_modules(pagedkv.__path__, "pagedkv.") if name not in LEFT_OUT]
-    return [pagedkv, *map(importlib.import_module, names)]
+    found = [pagedkv]
+    for package in (pagedkv, pagedkv.serving):
+        names = [name for _, name, _ in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+        found += [importlib.import_module(name) for name in names if name not in LEFT_OUT]
+    return found
 
 
 LEFT_OUT = {"pagedkv.demo", "pagedkv.__main__", "pagedkv.integrations"}

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 
 import pagedkv
+import pagedkv.serving
 
 PACKAGE = Path(pagedkv.__file__).resolve().parent
-INTEGRATIONS = {
+MODULES = {
+    "pagedkv.serving": pagedkv.serving.__all__,
     "pagedkv.integrations.torch": ["as_rows", "as_tensor"],
     "pagedkv.integrations.transformers": ["PagedCache", "PagedStores", "TokenEvent", "generate_batch"],
 }
 # Where they are defined: they are listed without what they integrate, too.
 FILES = {
+    "pagedkv.serving": [f"pagedkv.serving.{part}" for part in ("prefixes", "scheduler", "sequences", "stores")],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.transformers": [
         "pagedkv.integrations.transformers.cache",
@@ -27,14 +30,14 @@ FILES = {
         "pagedkv.integrations.transformers.batch",
     ],
 }
-NAMES = list(pagedkv.__all__) + [f"{module}.{name}" for module, names in INTEGRATIONS.items() for name in names]
+NAMES = list(pagedkv.__all__) + [f"{module}.{name}" for module, names in MODULES.items() for name in names]
 SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
 
 
 def find(name):
     """A public object by its name; those of integrations need what they integrate."""
     module, _, last = name.rpartition(".")
-    if module:
+    if module.startswith("pagedkv.integrations"):
         pytest.importorskip(module.split(".")[2])
     return getattr(importlib.import_module(module or "pagedkv"), last)
 
@@ -125,13 +128,18 @@ def is_value(cls):
     return (inspect.isclass(cls) and issubclass(cls, (tuple, BaseException))) or hasattr(cls, "__dataclass_fields__")
 
 
+def is_made(thing):
+    """By another one of the package, which is the page to look at."""
+    return bool(re.search(r"`[\w.]+` makes it\.", thing.__doc__ or ""))
+
+
 def pages():
     """``(name of the public object, name of a method or None)``."""
     for name in pagedkv.__all__:
         yield name, None
         if inspect.isclass(getattr(pagedkv, name)):
             yield from ((name, method) for method in members(getattr(pagedkv, name))[0])
-    for module, names in INTEGRATIONS.items():
+    for module, names in MODULES.items():
         for name in names:
             tree = next(tree for file in FILES[module] if name in (tree := stub(file)))
             yield from ((f"{module}.{name}", method) for method in [None, *own_methods(tree, name)])
@@ -187,7 +195,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 def page_of(name, method):
     thing = find(name)
-    thing = thing if method is None else vars(thing)[method]
+    thing = thing if method is None else getattr(thing, method)
     return getattr(thing, "__func__", thing)
 
 
@@ -214,7 +222,9 @@ def test_it_describes_its_parameters_and_no_others(name, method):
     page = Page(thing)
     names = [p.name if p.kind != p.VAR_POSITIONAL else f"*{p.name}" for p in parameters(thing)]
     names = [f"**{n}" if p.kind == p.VAR_KEYWORD else n for n, p in zip(names, parameters(thing), strict=True)]
-    if names and not page.entries("Parameters") and page.referred():
+    if inspect.isclass(thing) and is_made(thing):
+        assert page.described()
+    elif names and not page.entries("Parameters") and page.referred():
         other = vars(find(name))[page.referred()]
         assert set(names) <= {p.name for p in parameters(other)}
     elif inspect.isclass(thing) and is_value(thing) and page.entries("Attributes"):
@@ -253,7 +263,7 @@ def test_it_says_shape_and_dtype_of_arrays(name, method):
 @every_page
 def test_it_says_what_every_parameter_is(name, method):
     thing = page_of(name, method)
-    for p in parameters(thing):
+    for p in [] if inspect.isclass(thing) and is_made(thing) else parameters(thing):
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or not p.name.isidentifier():
             continue
         kind, text = described(name, method, p.name)
@@ -269,7 +279,7 @@ def test_it_says_what_it_returns_and_raises(name, method):
     thing = page_of(name, method)
     page = Page(thing)
     if inspect.isclass(thing):
-        assert is_value(thing) or not parameters(thing) or page.entries("Raises")
+        assert is_value(thing) or is_made(thing) or not parameters(thing) or page.entries("Raises")
         return
     result = annotations(name, method)[1]
     if page.referred():
@@ -303,7 +313,12 @@ def test_attributes_and_properties_are_described(name):
     fields = getattr(cls, "__dataclass_fields__", {})
     for attribute in page.entries("Attributes"):
         known = hasattr(cls, attribute) or attribute in fields or issubclass(cls, BaseException)
-        assert known or attribute in ("groups", "config"), attribute
+        assert known or re.search(rf"self\.{attribute}\b.* = ", source_of(cls)), attribute
+
+
+def source_of(cls):
+    """The classes that it is made of, where they are Python."""
+    return "".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("pagedkv."))
 
 
 def test_the_package_names_every_page():
@@ -346,7 +361,7 @@ def test_names_in_backticks_exist(name, method):
         roots = {"copy": copy, "pagedkv": pagedkv}
         thing = roots.get(first, getattr(pagedkv, first, getattr(cls, first, None)))
         module = importlib.import_module(cls.__module__)
-        for place in (module, sys.modules.get("pagedkv.integrations.transformers")):
+        for place in (module, pagedkv.serving, sys.modules.get("pagedkv.integrations.transformers")):
             thing = getattr(place, first, None) if thing is None else thing
         for part in rest:
             thing = getattr(thing, part, None)

@@ -215,6 +215,25 @@ def test_clear_leaves_sequences_their_blocks(store, prefixes):
     assert prefixes.stats().blocks_evicted == 0
 
 
+@pytest.mark.parametrize("space", [None, b"", b"a"])
+def test_clear_of_one_namespace(prefixes, clock, space):
+    """With terms that have not ended and end later, and a namespace that is unknown."""
+    for namespace in (None, b"", b"a"):
+        remember(prefixes, A, namespace=namespace, ttl=math.inf)
+        remember(prefixes, [*A, *B], namespace=namespace, ttl=5)
+    assert prefixes.clear(namespace=b"unknown") == 0
+    assert prefixes.clear(namespace=space) == 4
+    assert prefixes.clear(namespace=space) == 0
+    for namespace in (None, b"", b"a"):
+        assert prefixes.match([*A, *B], namespace=namespace) == (0 if namespace == space else 15)
+    clock.now += 10
+    prefixes.check()
+    assert prefixes.evict(100) == 4
+    assert prefixes.clear() == 4
+    with pytest.raises(TypeError, match="namespace"):
+        prefixes.clear(namespace="a")
+
+
 # --- a store that runs short --------------------------------------------------------------------------
 
 

@@ -216,6 +216,11 @@ class Machine(RuleBasedStateMachine):
         assert self.prefixes.clear() == len(self.twin.blocks())
         self.twin.spaces.clear()
 
+    @precondition(lambda self: len(self.twin.blocks()) > 6)
+    @rule(space=st.sampled_from(SPACES))
+    def clear_one(self, space):
+        assert self.prefixes.clear(namespace=space) == len(self.twin.spaces.pop(space, ()))
+
     # --- what is always true ---
 
     @invariant()

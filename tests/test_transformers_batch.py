@@ -76,7 +76,7 @@ def test_prefixes_are_computed_and_held_once():
         computed.append(kwargs["input_ids"].shape[1])
 
     model.register_forward_hook(count, with_kwargs=True)
-    prompts = [[*PREFIX, 50 + i] for i in range(5)]
+    prompts = [[*PREFIX, 50 + i, 60 + i, 70 + i, 80 + i] for i in range(5)]  # 26 of 30 tokens are the same
 
     def work(**options):
         stores = stores_for(model)
@@ -84,11 +84,54 @@ def test_prefixes_are_computed_and_held_once():
         answers_of(model, prompts, stores=stores, max_new_tokens=1, **options)
         return sum(computed), stores.groups[0].store.stats().peak_held_blocks
 
-    assert work(share_prefixes=False) == (5 * 27, 5 * 7)
-    # six full blocks are shared by all; the last two positions of the prefix are copied with their block
-    assert work() == (27 + 4, 6 + 5)
-    # one after the other: what the first has computed waits for those that begin alike
-    assert work(max_running=1) == (27 + 4, 6 + 2)
+    assert work(share_prefixes=False) == (5 * 30, 5 * 8)
+    # Six blocks are shared, two rows of the seventh are copied with it; what the first one leaves behind is known.
+    assert work() == (30 + 4 * 4, 6 + 1 + 4 * 2)
+    assert work(max_running=1) == (30 + 4 * 4, 6 + 5 + 1)  # everybody's seventh block stays known
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_one_call_computed_is_known_to_the_next(family):
+    model = make_model(family)
+    stores = stores_for(model)
+    expected = answers_of(model, PROMPTS)
+    computed = []
+    model.register_forward_hook(lambda m, a, kw, o: computed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+
+    def work(**options):
+        computed.clear()
+        assert answers_of(model, PROMPTS, stores=stores, **options) == expected
+        return sum(computed)
+
+    first = work(namespace=b"these weights")
+    assert 0 not in held(stores)
+    stores.prefixes.caches[0].check()
+    second = work(namespace=b"these weights")
+    n_new = 12 * len(PROMPTS)
+    assert second < n_new + 4 * len(PROMPTS) < first  # less than a block of every prompt
+    assert work(namespace=b"other weights") == work() == first
+    stores.prefixes.clear()
+    assert held(stores) == [0] * len(stores.groups)
+
+
+def test_a_conversation_starts_on_its_own_answers():
+    model = make_model("llama")
+    stores = stores_for(model)
+    prompt = PROMPTS[0]
+    answer = answers_of(model, [prompt], stores=stores, namespace=b"a")[0]
+    again = prompt + answer + [7, 8]
+    assert stores.prefixes.match(again, namespace=b"a") == (len(prompt) + len(answer) - 1) // 4 * 4
+    assert answers_of(model, [again], stores=stores, namespace=b"a")[0] == generate(model, [again])[0]
+
+
+def test_what_is_known_gives_way():
+    """Stores that hold one request at a time serve many, and what is known of earlier ones goes."""
+    model = make_model("gemma3")
+    stores = stores_for(model, total_blocks=16)
+    for call in range(4):
+        prompts = [make_prompt(40, seed=10 * call + i) for i in range(3)]
+        assert answers_of(model, prompts, stores=stores, namespace=b"") == answers_of(model, prompts)
+    assert all(cache.stats().blocks_evicted for cache in stores.prefixes.caches)
 
 
 def test_a_prompt_that_is_the_beginning_of_another():
@@ -275,6 +318,8 @@ def test_arguments_of_the_wrong_kind():
         generate_batch(model, [[5]], no_such=3)
     with pytest.raises(TypeError, match="model"):
         generate_batch("llama", [[5]])
+    with pytest.raises(TypeError, match="namespace"):
+        generate_batch(model, [[5]], namespace="text")
     with pytest.raises(TypeError, match="stores"):
         generate_batch(model, [[5]], stores=PagedCache(stores_for(model)))
 

@@ -308,7 +308,7 @@ def example_prefixes() -> None:
     assert_type(prefixes.stats().hit_tokens, int)
     assert_type(prefixes.evict(1), int)
     assert_type(prefixes.reclaim(1), int)
-    assert_type(prefixes.clear(), int)
+    assert_type(prefixes.clear(namespace=b"a") + prefixes.clear(namespace=None) + prefixes.clear(), int)
     prefixes.check()
     with pytest.raises(TypeError):
         prefixes.match("a prompt")  # type: ignore[arg-type]
@@ -339,6 +339,31 @@ def example_admission() -> None:
         waiting[0].n_most = 5  # type: ignore[misc]
     with pytest.raises(TypeError):
         pagedkv.plan_admission(store, [[1, 2, 3]])  # type: ignore[list-item]
+
+
+def example_serving() -> None:
+    from pagedkv.serving import Batch, ForwardPass, LayerShape, ModelSequence, ModelStores, Request, Scheduler
+
+    stores = ModelStores([LayerShape(None, 2, 8), LayerShape(window=8, n_kv_heads=2, head_dim=8)], 32, block_size=4)
+    assert_type(stores.groups[0].store, pagedkv.PagedKvStore)
+    assert_type(stores.prefixes.match([1, 2, 3]), int)
+    assert_type(ModelSequence(stores).seq_len, int)
+
+    def compute(batch: Batch, running: ForwardPass) -> list[int]:
+        assert_type(batch.token_ids, list[int])
+        for layer in range(stores.n_layers):
+            running.write(layer, ones(running.n_rows, 16), ones(running.n_rows, 16))
+            assert running.attend(layer, ones(running.n_rows, 4, 8)).dtype == np.float32
+        return [5 for _ in batch.asking]
+
+    scheduler = Scheduler(stores, max_running=2)
+    request = assert_type(scheduler.submit([1, 2, 3], 2, stop_tokens={7}, namespace=b"a"), Request)
+    while not scheduler.is_idle:
+        assert_type(scheduler.step(compute), list[Request])
+    assert_type(request.generated, list[int])
+    assert_type(request.finish_reason, Literal["stop", "length", "cancelled"] | None)
+    with pytest.raises(TypeError):
+        ModelStores([LayerShape(None, 2, 8)])  # type: ignore[call-arg]
 
 
 # --- errors, threads, the machine -----------------------------------------------------------------------

@@ -47,7 +47,7 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
             SIMD_UNROLL
             for (int j = 0; j < nr; ++j) {
                 V(vec) query = V(load)(q + j * q_stride + d + u);
-                if (nt != 3) /* with all registers taken, the compiler does better by itself */
+                if (nt != 3) /* with all of 16 registers taken, the compiler does better by itself */
                     IN_REGISTER(query);
                 SIMD_UNROLL
                 for (int i = 0; i < nt; ++i)
@@ -65,15 +65,31 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
                 sums[i][j] = V(fma)(row, V(load)(q + j * q_stride + d), sums[i][j]);
         }
     }
-    SIMD_UNROLL
-    for (int i = 0; i < nt; ++i) {
-        if (nr == 4) {
+#ifdef STORES_SUMS16
+    if (nt == 4 && nr == 4) {
+        V(store_sums16)(s, s_stride, sums);
+        return;
+    }
+#endif
+    if (nr == 4) {
+        SIMD_UNROLL
+        for (int i = 0; i < nt; ++i)
             V(store_sums4)(s + i * s_stride, sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
-        } else {
+    } else if (nt == 4) { /* four rows of K make it four sums as well */
+        SIMD_UNROLL
+        for (int j = 0; j < nr; ++j) {
+            float four[4];
+            V(store_sums4)(four, sums[0][j], sums[1][j], sums[2][j], sums[3][j]);
+            SIMD_UNROLL
+            for (int i = 0; i < 4; ++i)
+                s[i * s_stride + j] = four[i];
+        }
+    } else {
+        SIMD_UNROLL
+        for (int i = 0; i < nt; ++i)
             SIMD_UNROLL
             for (int j = 0; j < nr; ++j)
                 s[i * s_stride + j] = V(sum)(sums[i][j]);
-        }
     }
 }
 
@@ -83,13 +99,11 @@ SIMD_INLINE void T(dot_column)(float *s, ptrdiff_t s_stride, const float *q, ptr
                                ptrdiff_t ahead_offset, ptrdiff_t head_dim, ptrdiff_t t, ptrdiff_t end, const int nr) {
 #define DOT_BLOCK(NT)                                                                                         \
     T(dot_block)(s + t * s_stride, s_stride, q, q_stride, k_rows + t, ahead + t, k_offset, ahead_offset, head_dim, NT, nr)
-    if (nr <= 2) {
+    if (DOT_ROWS(nr) == 4)
         for (; t + 4 <= end; t += 4)
             DOT_BLOCK(4);
-    } else {
-        for (; t + 3 <= end; t += 3)
-            DOT_BLOCK(3);
-    }
+    for (; t + 3 <= end; t += 3)
+        DOT_BLOCK(3);
     for (; t + 2 <= end; t += 2)
         DOT_BLOCK(2);
     if (t < end)
@@ -102,7 +116,7 @@ static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_
                           ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim) {
     /* Few query rows: a few rows of K at a time, with all heads in the order in which they lie in memory. Many: a
      * head at a time, whose rows of K stay in the nearest cache while one query row after another passes. */
-    const ptrdiff_t step = n_rows > 4 ? n : n_rows > 2 ? 3 : 4;
+    const ptrdiff_t step = n_rows > 4 ? n : DOT_ROWS(n_rows);
     for (ptrdiff_t t = 0; t < n; t += step) {
         const ptrdiff_t end = t + step < n ? t + step : n;
         for (ptrdiff_t h = 0; h < n_heads; ++h) {

@@ -59,15 +59,38 @@ static void V(score_panels)(float *s, ptrdiff_t s_stride, const float *panels, c
 
 /* --- what is done to scores ------------------------------------------------------------------------ */
 
+/* One position. A constant number of query rows makes it a few vector operations. */
+SIMD_INLINE void V(scale_each)(float *p, const char *scales, ptrdiff_t n_heads, const ptrdiff_t n_rows) {
+    for (ptrdiff_t h = 0; h < n_heads; ++h) {
+        float scale;
+        memcpy(&scale, scales + h * (ptrdiff_t)sizeof scale, sizeof scale);
+        for (ptrdiff_t r = 0; r < n_rows; ++r)
+            p[h * n_rows + r] *= scale;
+    }
+}
+
 static void V(scale_scores)(float *s, ptrdiff_t s_stride, const char *const *rows, ptrdiff_t offset, ptrdiff_t n,
                             ptrdiff_t n_heads, ptrdiff_t n_rows) {
-    for (ptrdiff_t t = 0; t < n; ++t)
-        for (ptrdiff_t h = 0; h < n_heads; ++h) {
-            float scale, *p = s + t * s_stride + h * n_rows;
-            memcpy(&scale, rows[t] + offset + h * (ptrdiff_t)sizeof scale, sizeof scale);
-            for (ptrdiff_t r = 0; r < n_rows; ++r)
-                p[r] *= scale;
+    for (ptrdiff_t t = 0; t < n; ++t) {
+        float *p = s + t * s_stride;
+        const char *scales = rows[t] + offset;
+        switch (n_rows) {
+        case 1:
+            V(scale_each)(p, scales, n_heads, 1);
+            break;
+        case 2:
+            V(scale_each)(p, scales, n_heads, 2);
+            break;
+        case 4:
+            V(scale_each)(p, scales, n_heads, 4);
+            break;
+        case 8:
+            V(scale_each)(p, scales, n_heads, 8);
+            break;
+        default:
+            V(scale_each)(p, scales, n_heads, n_rows);
         }
+    }
 }
 
 static void V(cap_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float cap) {

@@ -59,6 +59,8 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */
 #define ACC_VECS(n) ((n) <= 2 ? 4 : (n) <= 4 ? 3 : 2)
+/* Rows of K that the scores of n query rows are computed from at a time: a sum for each pair. */
+#define DOT_ROWS(n) ((n) <= 2 ? 4 : 3)
 
 /* Keeps the compiler from loading v anew at each use. */
 #if defined(__GNUC__)

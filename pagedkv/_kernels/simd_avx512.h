@@ -42,6 +42,25 @@ SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d
     __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c4, d4), _mm_unpackhi_ps(c4, d4));
     _mm_storeu_ps(p, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
 }
+/* Sixteen sums at once, p[i * stride + j] of s[i][j]: half the work of four times four. Each is summed in the order of
+ * sum(). */
+SIMD_INLINE void V(store_sums16)(float *p, ptrdiff_t stride, V(vec) s[4][4]) {
+    V(vec) column[4]; /* j: its four sums, each folded into one quarter */
+    SIMD_UNROLL
+    for (int j = 0; j < 4; ++j) {
+        V(vec) a = _mm512_add_ps(_mm512_shuffle_f32x4(s[0][j], s[1][j], 0x44), _mm512_shuffle_f32x4(s[0][j], s[1][j], 0xee));
+        V(vec) b = _mm512_add_ps(_mm512_shuffle_f32x4(s[2][j], s[3][j], 0x44), _mm512_shuffle_f32x4(s[2][j], s[3][j], 0xee));
+        column[j] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    V(vec) ab = _mm512_add_ps(_mm512_unpacklo_ps(column[0], column[1]), _mm512_unpackhi_ps(column[0], column[1]));
+    V(vec) cd = _mm512_add_ps(_mm512_unpacklo_ps(column[2], column[3]), _mm512_unpackhi_ps(column[2], column[3]));
+    V(vec) r = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(p, _mm512_castps512_ps128(r));
+    _mm_storeu_ps(p + stride, _mm512_extractf32x4_ps(r, 1));
+    _mm_storeu_ps(p + 2 * stride, _mm512_extractf32x4_ps(r, 2));
+    _mm_storeu_ps(p + 3 * stride, _mm512_extractf32x4_ps(r, 3));
+}
+#define STORES_SUMS16
 SIMD_INLINE V(vec) V(load_f16)(const simd_f16 *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
@@ -58,6 +77,8 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */
 #define ACC_VECS(n) 4
+/* Rows of K that the scores of n query rows are computed from at a time: a sum for each pair. */
+#define DOT_ROWS(n) 4
 
 /* Keeps the compiler from loading v anew at each use. */
 #if defined(__GNUC__)

@@ -2,4 +2,6 @@
 #undef SIMD_ISA
 #undef LANES
 #undef ACC_VECS
+#undef DOT_ROWS
+#undef STORES_SUMS16
 #undef IN_REGISTER

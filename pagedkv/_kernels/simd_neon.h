@@ -55,6 +55,8 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) { vst1_u16(p, vreinterpret_
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */
 #define ACC_VECS(n) 4
+/* Rows of K that the scores of n query rows are computed from at a time: a sum for each pair. */
+#define DOT_ROWS(n) 4
 
 /* Keeps the compiler from loading v anew at each use. */
 #if defined(__GNUC__)

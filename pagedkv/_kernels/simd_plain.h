@@ -102,5 +102,7 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows. */
 #define ACC_VECS(n) ((n) <= 2 ? 4 : 2)
+/* Rows of K that the scores of n query rows are computed from at a time: a sum for each pair. */
+#define DOT_ROWS(n) ((n) <= 2 ? 4 : 3)
 
 #define IN_REGISTER(v) ((void)0)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
+from types import EllipsisType
+from typing import Any, Literal, SupportsIndex, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
-from pagedkv import PagedStoreExhausted
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys
-from pagedkv.integrations.transformers.scheduler import Request, Scheduler
-from pagedkv.integrations.transformers.stores import ForwardPass, PagedStores
+from pagedkv.integrations.transformers.stores import PagedStores
+from pagedkv.serving import Batch, ForwardPass, Request, Scheduler
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,16 @@ def generate_batch(
     max_running: int = 32,
     prefill_rows: int = 256,
     share_prefixes: bool = True,
+    namespace: bytes | None = None,
     progress: bool = False,
     **options: Any,
 ) -> Iterator[TokenEvent]:
     """Continue many prompts by continuous batching, and yield tokens as they come.
 
     Each step of the loop is one forward pass over the next token of every request that decodes and a piece of
-    the prompts that are not computed yet, without padding. A request starts as soon as blocks are free, on what a
-    running request with the same beginning has computed, and its blocks go back when it ends. The model's
-    attention function is ``pagedkv`` during a pass, and what it was in between.
+    the prompts that are not computed yet, without padding. A request starts as soon as blocks are free, on what the
+    requests before it with the same beginning have computed. The model's attention function is ``pagedkv`` during a
+    pass, and what it was in between.
 
     Parameters
     ----------
@@ -80,7 +82,8 @@ def generate_batch(
     generation_config : GenerationConfig, optional
         As for ``model.generate``: greedy or sampling, its logits processors, ``max_new_tokens``, ``eos_token_id``.
     stores : PagedStores, optional
-        Of this model; may be shared with other caches and calls. Without it, one is made that holds everything.
+        Of this model; may be shared with other caches and calls. Without it, one is made that holds the
+        ``max_running`` longest requests at once.
     stop_tokens : iterable of int, optional
         End a request, beside ``eos_token_id``. The stop token itself is yielded.
     logits_processor : LogitsProcessorList, optional
@@ -92,7 +95,11 @@ def generate_batch(
     prefill_rows : int, optional
         Prompt tokens that a step computes at most.
     share_prefixes : bool, optional
-        Whether a request starts on what a running one with the same beginning has computed.
+        Whether requests start on what is known of their beginning.
+    namespace : bytes, optional
+        What is computed stays known in ``stores.prefixes`` under this name, as long as nobody needs the blocks, and
+        later calls with this name start on it. It stands for the weights: give models, adapters and versions that share
+        the stores a name each. Without it, requests of this call share among themselves, and nothing stays.
     progress : bool, optional
         Show a bar (needs tqdm).
     **options
@@ -102,7 +109,7 @@ def generate_batch(
     -------
     iterator of TokenEvent
         Tokens of one request come in order, requests in any. Closing it, an exception and Ctrl-C give every
-        block back.
+        block back, but for those that stay known under a ``namespace``.
 
     Raises
     ------
@@ -137,53 +144,58 @@ def generate_batch(
         raise TypeError(f"options: expected attributes of a GenerationConfig, got {', '.join(map(repr, unknown))}")
     _check_config(config)
     tokens = [_as_tokens(prompt, number, model) for number, prompt in enumerate(prompts)]
-    for name, value in (("max_running", max_running), ("prefill_rows", prefill_rows)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {value!r}")
     lengths = [_count_new(config, len(prompt), number) for number, prompt in enumerate(tokens)]
-    needed = [len(prompt) + n_new - 1 for prompt, n_new in zip(tokens, lengths, strict=True)]
+    if namespace is not None and not isinstance(namespace, bytes):
+        raise TypeError(f"namespace: expected bytes or None, got {type(namespace).__name__}")
     if stores is None:
-        block_size = 16
-        stores = PagedStores(model, max(1, sum(-(-n // block_size) for n in needed)), block_size=block_size)
+        stores = PagedStores(model, _blocks_for_the_longest(max_running, tokens, lengths), block_size=_BLOCK_SIZE)
     elif not isinstance(stores, PagedStores):
         raise TypeError(f"stores: expected a PagedStores, got {type(stores).__name__}")
-    for number, n in enumerate(needed):
-        if stores.blocks_for(n) > stores.total_blocks:
-            raise ValueError(
-                f"prompts[{number}]: {len(tokens[number])} tokens and {lengths[number]} new ones need "
-                f"{stores.blocks_for(n)} blocks of {stores.block_size}, the stores have {stores.total_blocks}"
-            )
-    requests = [
-        Request(number, prompt, n_new, stores)
-        for number, (prompt, n_new) in enumerate(zip(tokens, lengths, strict=True))
-    ]
+    scheduler = Scheduler(
+        stores, max_running=max_running, prefill_rows=prefill_rows, share_prefixes=share_prefixes
+    )
     model._prepare_special_tokens(config, device=model.device)
     stops = set(stop_tokens)
     if config._eos_token_tensor is not None:
         stops |= set(config._eos_token_tensor.tolist())
-    scheduler = Scheduler(
-        requests, max_running=max_running, prefill_rows=prefill_rows, share_prefixes=share_prefixes
-    )
-    samplers = [_Sampler(model, config, request, logits_processor, seed) for request in requests]
-    return _run(_Engine(model, stores, scheduler, samplers), stops, _make_bar(lengths) if progress else None)
+    # A name that nobody else has, for what is forgotten at the end.
+    name = os.urandom(16) if namespace is None else namespace
+    samplers = {}
+    for number, (prompt, n_new) in enumerate(zip(tokens, lengths, strict=True)):
+        try:
+            request = scheduler.submit(prompt, n_new, stop_tokens=stops, namespace=name)
+        except ValueError as error:
+            raise ValueError(f"prompts[{number}]: {error}") from None
+        samplers[request] = _Sampler(model, config, request, logits_processor, seed)
+    bar = _make_bar(lengths) if progress else None
+    return _run(_Engine(model, stores, samplers), scheduler, name if namespace is None else ..., bar)
 
 
-def _run(engine: _Engine, stops: set[int], bar: Any) -> Iterator[TokenEvent]:
+_BLOCK_SIZE = 16
+
+
+def _blocks_for_the_longest(n: int, tokens: list[list[int]], lengths: list[int]) -> int:
+    """Blocks that the n longest requests hold together."""
+    needed = (-(-(len(prompt) + n_new - 1) // _BLOCK_SIZE) for prompt, n_new in zip(tokens, lengths, strict=True))
+    return max(1, sum(sorted(needed, reverse=True)[: max(n, 1)]))
+
+
+def _run(
+    engine: _Engine, scheduler: Scheduler, to_forget: bytes | EllipsisType, bar: Any
+) -> Iterator[TokenEvent]:
     try:
-        while not engine.scheduler.is_idle:
-            for request, token in engine.step():
-                request.tokens.append(token)
-                reason: Literal["stop", "length"] | None = None
-                if token in stops or request.is_full:
-                    reason = "stop" if token in stops else "length"
-                    engine.scheduler.finish(request)
+        while not scheduler.is_idle:
+            for request in scheduler.step(engine.compute):
                 if bar is not None:
                     bar.update()
-                    if reason is not None:
+                    if request.finish_reason is not None:
                         bar.total -= request.n_prompt + request.max_new_tokens - len(request.tokens)
-                yield TokenEvent(request.number, token, reason)
+                reason = cast(Literal["stop", "length"] | None, request.finish_reason)
+                yield TokenEvent(request.number, request.tokens[-1], reason)
     finally:
-        engine.scheduler.close()
+        scheduler.close()
+        if to_forget is not ...:
+            scheduler.stores.prefixes.clear(namespace=to_forget)
         if bar is not None:
             bar.close()
 
@@ -198,12 +210,9 @@ def _make_bar(lengths: list[int]) -> Any:
 
 
 class _Engine:
-    """Runs the model over what its scheduler plans."""
+    """Runs the model over the batches of a scheduler."""
 
-    def __init__(
-        self, model: PreTrainedModel, stores: PagedStores, scheduler: Scheduler, samplers: list[_Sampler]
-    ) -> None:
-        self.scheduler = scheduler
+    def __init__(self, model: PreTrainedModel, stores: PagedStores, samplers: dict[Request, _Sampler]) -> None:
         self._model = model
         self._stores = stores
         self._samplers = samplers
@@ -212,53 +221,24 @@ class _Engine:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
 
-    def step(self) -> list[tuple[Request, int]]:
-        """One forward pass; the requests that got a token, and which."""
-        while True:
-            batch = self.scheduler.plan()
-            try:
-                return self._compute(batch)
-            except PagedStoreExhausted:
-                if not self.scheduler.send_back():
-                    raise
+    def compute(self, batch: Batch, running: ForwardPass) -> list[int]:
+        """The next token of every request that gets one."""
+        with torch.no_grad(), _attending(self._configs):
+            inputs = {"input_ids": torch.tensor([batch.token_ids]), "position_ids": torch.tensor([batch.positions])}
+            if self._keeps_logits:
+                inputs["logits_to_keep"] = torch.tensor(batch.asking_rows, dtype=torch.long)
+            inputs[self._cache_name] = _PassCache(self._stores, running)
+            logits = self._model(**inputs, use_cache=True, return_dict=True).logits[0]
+            chosen = logits if self._keeps_logits else logits[batch.asking_rows]
+            return self._choose(batch.asking, chosen)
 
-    def _compute(self, batch: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """An exception leaves every sequence as it was: the pass commits when the tokens are known."""
-        ids: list[int] = []
-        positions: list[int] = []
-        asking, last_rows = [], []
-        for request, n_rows in batch:
-            first = request.sequence.seq_len
-            ids += request.tokens[first : first + n_rows]
-            positions += range(first, first + n_rows)
-            if n_rows == request.n_pending:
-                asking.append(request)
-                last_rows.append(len(ids) - 1)
-        running = None
-        try:
-            running = ForwardPass(self._stores, [request.sequence for request, _ in batch], [n for _, n in batch])
-            with torch.no_grad(), _attending(self._configs):
-                inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])}
-                if self._keeps_logits:
-                    inputs["logits_to_keep"] = torch.tensor(last_rows, dtype=torch.long)
-                inputs[self._cache_name] = _PassCache(running)
-                logits = self._model(**inputs, use_cache=True, return_dict=True).logits[0]
-                chosen = logits if self._keeps_logits else logits[last_rows]
-                tokens = self._choose(asking, chosen)
-            running.commit()
-        except BaseException:
-            if running is not None:
-                running.rollback()
-            raise
-        return list(zip(asking, tokens, strict=True))
-
-    def _choose(self, asking: list[Request], logits: torch.Tensor) -> list[int]:
-        greedy: list[int] = logits.argmax(dim=-1).tolist() if asking else []
+    def _choose(self, asking: Sequence[Request], logits: torch.Tensor) -> list[int]:
+        tokens: list[int] = logits.argmax(dim=-1).tolist() if asking else []
         for row, request in enumerate(asking):
-            sampler = self._samplers[request.number]
+            sampler = self._samplers[request]
             if not sampler.is_greedy:
-                greedy[row] = sampler.choose(request.tokens, logits[row])
-        return greedy
+                tokens[row] = sampler.choose(request.tokens, logits[row])
+        return tokens
 
 
 class _Sampler:
@@ -298,8 +278,8 @@ class _Sampler:
 class _PassCache(Cache):
     """What the model takes for its cache during a `ForwardPass`: rows of all sequences, one after the other."""
 
-    def __init__(self, running: ForwardPass) -> None:
-        super().__init__(layers=[_PassLayer(running, layer) for layer in range(running.stores.n_layers)])
+    def __init__(self, stores: PagedStores, running: ForwardPass) -> None:
+        super().__init__(layers=[_PassLayer(stores, running, layer) for layer in range(stores.n_layers)])
 
 
 class _PassLayer(CacheLayerMixin):
@@ -307,14 +287,15 @@ class _PassLayer(CacheLayerMixin):
 
     supports_early_init = False
 
-    def __init__(self, running: ForwardPass, layer: int) -> None:
+    def __init__(self, stores: PagedStores, running: ForwardPass, layer: int) -> None:
         super().__init__()
+        self._stores = stores
         self._pass = running
         self._layer = layer
         self.is_sliding = self.window_of(layer) is not None
 
     def window_of(self, layer: int) -> int | None:
-        return self._pass.stores.group_of(layer).window
+        return self._stores.group_of(layer).window
 
     def attend(
         self,
@@ -324,7 +305,7 @@ class _PassLayer(CacheLayerMixin):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        dtype = self._pass.stores.group_of(keys.layer).row_dtype
+        dtype = self._stores.group_of(keys.layer).row_dtype
         if mask is not None:
             raise ValueError("attention_mask: expected none, a batch of sequences in a row has no padding")
         self._pass.write(keys.layer, *(as_rows(rows[0].transpose(0, 1), dtype) for rows in (keys.rows, value)))
@@ -334,7 +315,7 @@ class _PassLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._pass.stores.check_rows(self._layer, key_states.shape, value_states.shape)
+        self._stores.check_rows(self._layer, key_states.shape, value_states.shape)
         return PagedKeys.of(key_states, self, self._layer), value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from pagedkv import PagedKvCache
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys, count_padding
-from pagedkv.integrations.transformers.stores import ForwardPass, LayerGroup, PagedSequence, PagedStores
+from pagedkv.integrations.transformers.stores import PagedStores
+from pagedkv.serving import ForwardPass, LayerGroup, ModelSequence
 
 
 class _Batch:
@@ -30,7 +31,7 @@ class _Batch:
     def __init__(self, stores: PagedStores) -> None:
         self.stores = stores
         self.length = 0
-        self.sequences: list[PagedSequence] = []
+        self.sequences: list[ModelSequence] = []
         self.skipped: list[int] = []
         self.keeps_past = False
         self._pass: ForwardPass | None = None
@@ -176,10 +177,10 @@ class _Batch:
 
     # --- what is done to the whole ---
 
-    def _sequences_for(self, batch: int) -> list[PagedSequence]:
+    def _sequences_for(self, batch: int) -> list[ModelSequence]:
         """The sequences that a pass extends: new ones while nothing is there."""
         if not self.length:
-            return [PagedSequence(self.stores) for _ in range(batch)]
+            return [ModelSequence(self.stores) for _ in range(batch)]
         if batch != self.size:
             raise ValueError(f"cache: holds {self.size} sequences, got a batch of {batch}")
         return self.sequences
@@ -388,7 +389,7 @@ class PagedCache(Cache):
         return self._batch.stores
 
     @property
-    def sequences(self) -> tuple[PagedSequence, ...]:
+    def sequences(self) -> tuple[ModelSequence, ...]:
         """The rows of the batch; padding is not part of them."""
         return tuple(self._batch.sequences)
 

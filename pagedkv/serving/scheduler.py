@@ -1,0 +1,499 @@
+"""Who computes what next: continuous batching over a fixed number of blocks.
+
+Requests wait in a queue, run, and end. One is admitted when the stores have the blocks of its prompt, and starts
+on what the prefix caches know of it: what running and ended requests with the same beginning have computed. When it
+ends it gives its blocks back; the prefix caches hold them until somebody needs the room. When there are no blocks
+left for the next step, the request that was admitted last goes back to the head of the queue and computes again what
+is no longer known by then; the oldest never does, so every request that fits alone ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from pagedkv import PagedStoreExhausted
+from pagedkv.serving.sequences import ForwardPass, ModelSequence
+from pagedkv.serving.stores import ModelStores
+
+
+class Request:
+    """A prompt, and what it is continued with. `Scheduler.submit` makes it.
+
+    Attributes
+    ----------
+    number : int
+        Its place among all that the scheduler was given.
+    tokens : list of int
+        The prompt, then what was generated.
+    n_prompt, max_new_tokens : int
+        Tokens of the prompt, and the most that are generated.
+    stop_tokens : collection of int
+        End it.
+    namespace : bytes or None
+        In which it shares.
+    sequence : ModelSequence
+        The K/V of the tokens that are computed so far.
+    n_reused : int
+        Positions that it started on when it was admitted last.
+    finish_reason : None, "stop", "length" or "cancelled"
+        None as long as it waits or runs.
+
+    Notes
+    -----
+    Threads: belongs to its scheduler's thread.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
+    >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
+    >>> scheduler.submit([5, 6, 7], max_new_tokens=4)
+    Request(0, 3+0 tokens, 3 pending)
+    """
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sequence: ModelSequence,
+        stop_tokens: Collection[int],
+        namespace: bytes | None,
+    ) -> None:
+        self.number = number
+        self.tokens = list(prompt)
+        self.n_prompt = len(self.tokens)
+        self.max_new_tokens = max_new_tokens
+        self.stop_tokens = stop_tokens
+        self.namespace = namespace
+        self.sequence = sequence
+        self.n_reused = 0
+        self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens that were found so far."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens whose K/V is still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.sequence.seq_len
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or f"{self.n_pending} pending"
+        return f"Request({self.number}, {self.n_prompt}+{len(self.tokens) - self.n_prompt} tokens, {state})"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward pass computes: rows of all requests, one after the other. `Scheduler.step` makes it.
+
+    Attributes
+    ----------
+    requests : tuple of Request
+        Whose rows they are, in order.
+    query_lens : tuple of int
+        Rows of each; 1 for those that decode.
+    token_ids, positions : list of int
+        Of every row.
+    asking : tuple of Request
+        Those that get a token from this pass, since it computes the last of what they have.
+    asking_rows : list of int
+        The rows whose logits say it.
+
+    Notes
+    -----
+    Threads: belongs to its scheduler's thread.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import Batch, LayerShape, ModelStores, Scheduler
+    >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
+    >>> batch = Batch.of([(scheduler.submit([5, 6, 7], max_new_tokens=4), 2)])
+    >>> batch.token_ids, batch.positions, batch.asking           # the third token is left for the next pass
+    ([5, 6], [0, 1], ())
+    """
+
+    requests: tuple[Request, ...]
+    query_lens: tuple[int, ...]
+    token_ids: list[int]
+    positions: list[int]
+    asking: tuple[Request, ...]
+    asking_rows: list[int]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Request, int]]) -> Batch:
+        """The next so many tokens of each request.
+
+        Parameters
+        ----------
+        rows : iterable of (Request, int)
+            Requests, and how many of their pending tokens.
+
+        Returns
+        -------
+        Batch
+
+        Raises
+        ------
+        TypeError
+            No such pairs.
+        """
+        rows = tuple(rows)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        asking, asking_rows = [], []
+        for request, n_rows in rows:
+            first = request.sequence.seq_len
+            token_ids += request.tokens[first : first + n_rows]
+            positions += range(first, first + n_rows)
+            if n_rows == request.n_pending:
+                asking.append(request)
+                asking_rows.append(len(token_ids) - 1)
+        requests, query_lens = tuple(request for request, _ in rows), tuple(n_rows for _, n_rows in rows)
+        return cls(requests, query_lens, token_ids, positions, tuple(asking), asking_rows)
+
+
+@dataclass
+class SchedulerCounts:
+    """What a scheduler has done since its construction.
+
+    Attributes
+    ----------
+    positions_computed : int
+        Rows that went through the model.
+    positions_reused : int
+        Positions that requests started on.
+    sent_back : int
+        Times that a request had to give its blocks back and wait again.
+    most_running : int
+        The most requests that ran at once.
+
+    Notes
+    -----
+    Threads: belongs to its scheduler's thread.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
+    >>> Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8)).counts
+    SchedulerCounts(positions_computed=0, positions_reused=0, sent_back=0, most_running=0)
+    """
+
+    positions_computed: int = 0
+    positions_reused: int = 0
+    sent_back: int = 0
+    most_running: int = 0
+
+
+class Scheduler:
+    """Queue, admission, and the steps of continuous batching.
+
+    Parameters
+    ----------
+    stores : ModelStores
+        May be used by others too, who may take blocks at any time.
+    max_running : int, optional
+        Requests that run at once at most.
+    prefill_rows : int, optional
+        Prompt tokens that one step computes at most, beside those that decode.
+    share_prefixes : bool, optional
+        Whether requests start on what is known of their tokens, and their own become known.
+
+    Attributes
+    ----------
+    counts : SchedulerCounts
+        What it has done so far.
+
+    Raises
+    ------
+    ValueError
+        ``max_running`` or ``prefill_rows`` is no integer of at least 1.
+
+    Notes
+    -----
+    Threads: belongs to one thread at a time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
+    >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
+    >>> def compute(batch, running):
+    ...     rows = np.ones((running.n_rows, 1, 4), np.float32)              # stands for the model
+    ...     running.write(0, rows, rows)
+    ...     return [9] * len(batch.asking)
+    >>> request = scheduler.submit([5, 6, 7], max_new_tokens=2)
+    >>> while not scheduler.is_idle:
+    ...     ended = scheduler.step(compute)
+    >>> request.generated, request.finish_reason
+    ([9, 9], 'length')
+    """
+
+    def __init__(
+        self, stores: ModelStores, *, max_running: int = 32, prefill_rows: int = 256, share_prefixes: bool = True
+    ) -> None:
+        for name, value in (("max_running", max_running), ("prefill_rows", prefill_rows)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        self.stores = stores
+        self.counts = SchedulerCounts()
+        self._max_running = max_running
+        self._prefill_rows = prefill_rows
+        self._share_prefixes = share_prefixes
+        self._queue: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._n_submitted = 0
+        self._admits = True
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The one whose turn it is first."""
+        return tuple(self._queue)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """In the order of their admission."""
+        return tuple(self._running)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self._queue and not self._running
+
+    def check_fits(self, n_prompt: int, max_new_tokens: int) -> None:
+        """Refuses a request that is empty, or larger than the stores.
+
+        Parameters
+        ----------
+        n_prompt, max_new_tokens : int
+            Tokens that it has, and the most that it may get.
+
+        Raises
+        ------
+        ValueError
+            It could not run even if it were alone.
+        """
+        if n_prompt < 1 or max_new_tokens < 1:
+            raise ValueError(
+                f"expected a prompt of a token or more and room for new ones, got {n_prompt} and {max_new_tokens}"
+            )
+        # The last token that is generated is never computed itself.
+        n_blocks = self.stores.blocks_for(n_prompt + max_new_tokens - 1)
+        if n_blocks > self.stores.total_blocks:
+            raise ValueError(
+                f"{n_prompt} tokens and {max_new_tokens} new ones need {n_blocks} blocks of {self.stores.block_size}, "
+                f"the stores have {self.stores.total_blocks}"
+            )
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        stop_tokens: Collection[int] = (),
+        namespace: bytes | None = None,
+    ) -> Request:
+        """Queue a request. It ends with a stop token, with ``max_new_tokens``, or by `cancel`.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+            Token ids, one or more.
+        max_new_tokens : int
+            1 or more.
+        stop_tokens : collection of int, optional
+            Token ids.
+        namespace : bytes, optional
+            Shares with requests of the same namespace only, as in `PrefixCache`.
+
+        Returns
+        -------
+        Request
+
+        Raises
+        ------
+        ValueError
+            No tokens; more than the stores could hold even if it were alone.
+        """
+        self.check_fits(len(prompt), max_new_tokens)
+        request = Request(
+            self._n_submitted, prompt, max_new_tokens, ModelSequence(self.stores), stop_tokens, namespace
+        )
+        self._n_submitted += 1
+        self._queue.append(request)
+        return request
+
+    def step(self, compute: Callable[[Batch, ForwardPass], Iterable[int]]) -> list[Request]:
+        """Plan a forward pass, have it computed, and give the new tokens to their requests.
+
+        Parameters
+        ----------
+        compute : callable
+            ``compute(batch, running)`` writes and attends in all layers of the `ForwardPass` ``running``, and returns a
+            token for each request of ``batch.asking``. An exception leaves all requests as they were before the pass.
+
+        Returns
+        -------
+        list of Request
+            Those that got a token, their ``tokens[-1]``. ``finish_reason`` says which of them have ended.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            Others hold the blocks that a single request needs.
+        """
+        while True:
+            batch = self._plan()
+            try:
+                tokens = self._compute(batch, compute)
+                break
+            except PagedStoreExhausted:
+                if not self._send_back():
+                    raise
+        for request, token in zip(batch.asking, tokens, strict=True):
+            request.tokens.append(token)
+            if token in request.stop_tokens:
+                self._end(request, "stop")
+            elif len(request.tokens) - request.n_prompt >= request.max_new_tokens:
+                self._end(request, "length")
+        return list(batch.asking)
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, wherever it is. One that has ended stays as it is.
+
+        Parameters
+        ----------
+        request : Request
+            What `submit` returned.
+
+        Raises
+        ------
+        ValueError
+            A request of another scheduler.
+        """
+        if request.finish_reason is None:
+            self._end(request, "cancelled")
+
+    def close(self) -> None:
+        """Cancel all requests. No request holds a block any more; what the prefix caches know stays known."""
+        for request in (*self._running, *self._queue):
+            self.cancel(request)
+
+    # --- a step ---
+
+    def _plan(self) -> Batch:
+        """Admits what fits, and says how many tokens of which request the next pass computes."""
+        self._admit()
+        rows = []
+        rows_left = self._prefill_rows
+        for request in self._running:
+            n_rows = 1 if request.n_pending == 1 else min(request.n_pending, rows_left)
+            if n_rows:
+                rows.append((request, n_rows))
+            if request.n_pending > 1:
+                rows_left -= n_rows
+        return Batch.of(rows)
+
+    def _compute(self, batch: Batch, compute: Callable[[Batch, ForwardPass], Iterable[int]]) -> list[int]:
+        """Commits when the tokens are known."""
+        with ForwardPass(self.stores, [request.sequence for request in batch.requests], batch.query_lens) as running:
+            tokens = list(compute(batch, running))
+            if len(tokens) != len(batch.asking):
+                raise ValueError(f"compute: expected {len(batch.asking)} tokens, got {len(tokens)}")
+        self.counts.positions_computed += running.n_rows
+        for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
+            self._remember(request, n_rows)
+            request.sequence.drop_unneeded()
+        return tokens
+
+    def _remember(self, request: Request, n_new: int) -> None:
+        """What has been computed becomes known, whenever a block is full."""
+        n = request.sequence.seq_len
+        size = self.stores.block_size
+        if self._share_prefixes and n // size > (n - n_new) // size:
+            self.stores.prefixes.insert(request.tokens[:n], request.sequence, namespace=request.namespace)
+
+    # --- who runs ---
+
+    def _admit(self) -> None:
+        if not self._admits:
+            return
+        for request in list(islice(self._queue, self._max_running - len(self._running))):
+            if self._is_about_to_be_known(request):
+                continue
+            if not self._start(request):
+                break  # it keeps its turn: a smaller one behind it must not overtake for ever
+            self._queue.remove(request)
+            self._running.append(request)
+        self.counts.most_running = max(self.counts.most_running, len(self._running))
+
+    def _is_about_to_be_known(self, request: Request) -> bool:
+        """Whether waiting for the prompts that are being computed spares it a block or more."""
+        if not self._share_prefixes:
+            return False
+        size = self.stores.block_size
+        n_promised = 0
+        for other in self._running:
+            if other.n_pending > 1 and other.namespace == request.namespace:
+                n_whole = len(other.tokens) - len(other.tokens) % size
+                n_common = min(_common_prefix(request.tokens, other.tokens), len(request.tokens) - 1)
+                n_promised = max(n_promised, min(n_common, n_whole))
+        if n_promised < size:
+            return False
+        return n_promised >= size + self.stores.prefixes.match(request.tokens, namespace=request.namespace)
+
+    def _start(self, request: Request) -> bool:
+        """Takes the blocks of what is to be computed; False if they are not free while others run."""
+        sequence = request.sequence
+        try:
+            n_reused = 0
+            if self._share_prefixes:
+                n_reused = self.stores.prefixes.attach(sequence, request.tokens, namespace=request.namespace)
+                sequence.drop_unneeded()
+            sequence.reserve(request.n_pending, chunk=self._prefill_rows)
+        except PagedStoreExhausted:
+            sequence.release()
+            if not self._running:
+                raise
+            return False
+        request.n_reused = n_reused
+        self.counts.positions_reused += n_reused
+        return True
+
+    def _send_back(self) -> bool:
+        """Makes room: the request admitted last gives its blocks back and waits again, at the head of the queue.
+
+        Nobody is admitted then until a request ends, or two would push each other out in turn. False if a
+        single request is running.
+        """
+        if len(self._running) < 2:
+            return False
+        request = self._running.pop()
+        request.sequence.release()
+        self._queue.appendleft(request)
+        self._admits = False
+        self.counts.sent_back += 1
+        return True
+
+    def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:
+        (self._running if request in self._running else self._queue).remove(request)
+        request.finish_reason = reason
+        request.sequence.release()
+        self._admits = True
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens at the beginning are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

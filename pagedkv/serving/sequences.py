@@ -1,0 +1,282 @@
+"""Sequences of a model, and the forward pass that makes them grow: a cache and a `Step` in every store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from pagedkv import PagedKvCache, Step
+from pagedkv.serving.stores import LayerGroup, ModelStores
+
+
+@dataclass(eq=False)
+class ModelSequence:
+    """The K/V of one sequence: a `PagedKvCache` in every store of a model.
+
+    Parameters
+    ----------
+    stores : ModelStores
+        Those of the model.
+    caches : list of PagedKvCache, optional
+        One for each store, in the order of ``stores.groups``; new ones without it.
+
+    Notes
+    -----
+    Threads: belongs to one thread at a time, as its caches do.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelSequence, ModelStores
+    >>> stores = ModelStores([LayerShape(None, 1, 4), LayerShape(8, 1, 4)], total_blocks=8)
+    >>> sequence = ModelSequence(stores)
+    >>> sequence.seq_len, len(sequence.caches)
+    (0, 2)
+    """
+
+    stores: ModelStores
+    caches: list[PagedKvCache] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.caches:
+            self.caches = [PagedKvCache() for _ in self.stores.groups]
+
+    @property
+    def seq_len(self) -> int:
+        """Positions whose K/V is there."""
+        return self.caches[0].seq_len
+
+    def clone(self) -> ModelSequence:
+        """A second sequence with the same positions. It costs no blocks."""
+        return ModelSequence(self.stores, [cache.clone() for cache in self.caches])
+
+    def can_truncate_to(self, n_positions: int) -> bool:
+        """Whether all that a query from there on can see is still held.
+
+        Parameters
+        ----------
+        n_positions : int
+            Positions that are left.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
+        return n_positions <= self.seq_len and all(
+            cache.first_position <= group.first_needed(n_positions) for group, cache in self._places()
+        )
+
+    def truncate(self, n_positions: int) -> None:
+        """Cuts the caches that are longer.
+
+        Parameters
+        ----------
+        n_positions : int
+            Positions that are left.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As for `PagedKvCache.truncate`.
+        """
+        for group, cache in self._places():
+            if cache.seq_len > n_positions:
+                cache.truncate(group.store, n_positions)
+
+    def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
+        """Takes the blocks of so many positions in every store, or none.
+
+        Parameters
+        ----------
+        n_new : int
+            Positions beyond ``seq_len``.
+        chunk : int, optional
+            Who grows by that many at a time and drops what is left behind needs no more than a window and a chunk
+            where there is a window.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            They are not free now. The sequence holds no reserved blocks.
+        """
+        try:
+            for group, cache in self._places():
+                cache.reserve(group.store, n_new if chunk is None else group.at_once(n_new, chunk))
+        except BaseException:
+            self.give_back_reserved()
+            raise
+
+    def give_back_reserved(self) -> None:
+        """Gives back the blocks past the end."""
+        for group, cache in self._places():
+            cache.truncate(group.store, cache.seq_len)
+
+    def drop_unneeded(self) -> None:
+        """Gives back what the windows have left behind."""
+        for group, cache in self._places():
+            cache.drop_before(group.store, group.first_needed(cache.seq_len))
+
+    def release(self) -> None:
+        """Gives every block back."""
+        for group, cache in self._places():
+            cache.release(group.store)
+
+    def _places(self) -> Iterator[tuple[LayerGroup, PagedKvCache]]:
+        return zip(self.stores.groups, self.caches, strict=True)
+
+
+class ForwardPass:
+    """One `Step` in every store of a model: all layers of all sequences advance, or none does.
+
+    It is open from its construction to `commit` or `rollback`; as a context manager it calls one of them.
+
+    Parameters
+    ----------
+    stores : ModelStores
+        Those of the model.
+    sequences : sequence of ModelSequence
+        The batch, in the order of its rows; each once.
+    query_lens : sequence of int
+        New positions of each.
+
+    Attributes
+    ----------
+    n_rows : int
+        New positions of all sequences together: ``sum(query_lens)``.
+    written : set of int
+        The layers that are written.
+
+    Raises
+    ------
+    PagedStoreExhausted
+        A store has too few free blocks. Nothing was changed.
+
+    Notes
+    -----
+    Threads: as a `Step`. While it is open, other uses of its sequences raise RuntimeError.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv.serving import ForwardPass, LayerShape, ModelSequence, ModelStores
+    >>> stores = ModelStores([LayerShape(None, 1, 4), LayerShape(8, 1, 4)], total_blocks=8)
+    >>> sequence, rows = ModelSequence(stores), np.ones((3, 1, 4), np.float32)
+    >>> with ForwardPass(stores, [sequence], [3]) as running:
+    ...     for layer in range(stores.n_layers):
+    ...         running.write(layer, rows, rows)
+    ...         attended = running.attend(layer, rows)
+    >>> sequence.seq_len
+    3
+    """
+
+    def __init__(self, stores: ModelStores, sequences: Sequence[ModelSequence], query_lens: Sequence[int]) -> None:
+        self.stores = stores
+        self.sequences = tuple(sequences)
+        self.query_lens = tuple(query_lens)
+        self.n_rows = sum(query_lens)
+        self.written: set[int] = set()
+        self._seq_lens = [sequence.seq_len for sequence in sequences]
+        self._steps: list[Step] = []
+        try:
+            for number, group in enumerate(stores.groups):
+                step = Step(group.store, [sequence.caches[number] for sequence in sequences], self.query_lens)
+                self._steps.append(step)
+                step.__enter__()
+        except BaseException:
+            self.rollback()
+            raise
+
+    def __enter__(self) -> ForwardPass:
+        return self
+
+    def __exit__(self, error: object, value: object, traceback: object) -> None:
+        """Commits, or rolls back after an exception."""
+        if error is None:
+            self.commit()
+        else:
+            self.rollback()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer has been written."""
+        return len(self.written) == self.stores.n_layers
+
+    def write(self, layer: int, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
+        """Puts the new rows of one layer into its store, as `Step.write`.
+
+        Parameters
+        ----------
+        layer : int
+            By the model's number.
+        k, v : array, float32
+            ``[n_rows, n_kv_heads, head_dim]``, or flat.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError, RuntimeError
+            As for `Step.write`.
+        """
+        number, index = self.stores.place_of(layer)
+        self._steps[number].write(index, k, v)
+        self.written.add(layer)
+
+    def attend(self, layer: int, q: npt.NDArray[Any], **options: Any) -> npt.NDArray[Any]:
+        """Attention of the new rows of one layer, as `Step.attend`.
+
+        Parameters
+        ----------
+        layer : int
+            By the model's number.
+        q : array, float32
+            ``[n_rows, n_q_heads, head_dim]``.
+        **options
+            As for `Step.attend`. ``window`` is that of the layer's shape unless another is given.
+
+        Returns
+        -------
+        out : float32 array ``[n_rows, n_q_heads, v_head_dim]``
+            Or ``(out, lse)`` with ``return_lse``.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError, RuntimeError
+            As for `Step.attend`.
+        """
+        number, index = self.stores.place_of(layer)
+        options.setdefault("window", self.stores.groups[number].window)
+        attended: npt.NDArray[Any] = self._steps[number].attend(index, q, **options)
+        return attended
+
+    def commit(self) -> None:
+        """Ends the pass: every sequence has grown by its query length.
+
+        Raises
+        ------
+        RuntimeError
+            A layer was not written; everything was rolled back.
+        """
+        if self.n_rows and not self.is_complete:
+            self.rollback()
+            missing = sorted(set(range(self.stores.n_layers)) - self.written)
+            raise RuntimeError(f"the forward pass did not reach layers {missing}; it was taken back")
+        try:
+            for step in self._steps:
+                step.commit()
+        except BaseException:
+            self.rollback()
+            raise
+
+    def rollback(self) -> None:
+        """Ends the pass, and leaves every sequence as it was."""
+        for step in self._steps:
+            step.__exit__(GeneratorExit, None, None)  # one that is open is rolled back, others take no notice
+        # The stores commit one after the other: those that did before an interrupt are taken back.
+        for sequence, length in zip(self.sequences, self._seq_lens, strict=True):
+            sequence.truncate(length)

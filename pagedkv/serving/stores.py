@@ -1,0 +1,285 @@
+"""A model's blocks: one store for all layers of a kind.
+
+Layers of one store share a block table, so they hold and drop the same positions. A layer with a sliding
+window needs its last positions only, a full one needs all: hence a store for each window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedkv import PagedKvStore
+from pagedkv.serving.prefixes import ModelPrefixes
+
+if TYPE_CHECKING:
+    from pagedkv._arrays import _DType
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What decides in which store a layer's K/V live.
+
+    Attributes
+    ----------
+    window : int or None
+        How many positions a query of the layer sees, itself included; None: all.
+    n_kv_heads, head_dim : int
+        Heads of K and V, and values of a K head.
+    v_head_dim : int or None
+        Values of a V head; None: ``head_dim``.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape
+    >>> LayerShape(window=512, n_kv_heads=1, head_dim=256) == LayerShape(512, 1, 256)
+    True
+    """
+
+    window: int | None
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """The layers of one shape, and the store of their K/V. `ModelStores` makes it.
+
+    Attributes
+    ----------
+    shape : LayerShape
+        What these layers have in common.
+    layers : tuple of int
+        The model's numbers of these layers; the store counts them from 0 in this order.
+    store : PagedKvStore
+        Of all of them.
+
+    Notes
+    -----
+    Threads: a plain value, but for its store.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores
+    >>> [group] = ModelStores([LayerShape(8, n_kv_heads=1, head_dim=4)] * 3, total_blocks=4).groups
+    >>> group.layers, group.window, group.first_needed(20)
+    ((0, 1, 2), 8, 13)
+    """
+
+    shape: LayerShape
+    layers: tuple[int, ...]
+    store: PagedKvStore
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a query of these layers sees, itself included; None: all."""
+        return self.shape.window
+
+    def first_needed(self, seq_len: int) -> int:
+        """The first position that queries from position ``seq_len`` on can see.
+
+        Parameters
+        ----------
+        seq_len : int
+            Positions of the sequence so far.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
+        return 0 if self.window is None else max(0, seq_len + 1 - self.window)
+
+    def at_once(self, n_new: int, chunk: int) -> int:
+        """How many new positions are held at once by who grows in pieces and drops what is left behind.
+
+        Parameters
+        ----------
+        n_new : int
+            Positions that are to come.
+        chunk : int
+            Positions of a piece.
+
+        Returns
+        -------
+        int
+            At most ``n_new``.
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
+        return n_new if self.window is None else min(n_new, self.window + chunk)
+
+    @property
+    def row_dtype(self) -> str:
+        """What rows are handed to the store as without being converted twice: its dtype if that is a float."""
+        return self.store.dtype if self.store.dtype in ("float16", "bfloat16") else "float32"
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of the blocks that somebody holds."""
+        held = self.store.total_blocks - self.store.free_block_count
+        return held * (self.store.nbytes // self.store.total_blocks)
+
+
+class ModelStores:
+    """The blocks of a model, shared by everybody who generates with it: a store for each kind of layer.
+
+    Most models have one. Models that mix full and sliding-window attention have one for each window, with
+    ``total_blocks`` blocks each; a block takes memory from its first use on.
+
+    Parameters
+    ----------
+    shapes : iterable of LayerShape
+        One for each layer, in the model's order.
+    total_blocks : int
+        Blocks of each store: ``ceil(positions / block_size)`` for every sequence that is not shared.
+    block_size : int, optional
+        Positions of a block.
+    dtype : str or dtype-like, optional
+        That of `PagedKvStore`: "float32", "float16", "bfloat16" or "int8".
+    debug : bool, optional
+        As for `PagedKvStore`.
+
+    Attributes
+    ----------
+    groups : tuple of LayerGroup
+        The layers of each kind, their window, and their `PagedKvStore`.
+    prefixes : ModelPrefixes
+        What is known of token ids in these stores.
+
+    Raises
+    ------
+    ValueError
+        No layers; numbers as for `PagedKvStore`.
+
+    Notes
+    -----
+    Threads: as a store. A `ModelSequence` belongs to one thread at a time.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores
+    >>> shapes = [LayerShape(window, n_kv_heads=1, head_dim=8) for window in (32, 32, None)]
+    >>> stores = ModelStores(shapes, total_blocks=64)
+    >>> [(group.window, group.layers) for group in stores.groups]
+    [(32, (0, 1)), (None, (2,))]
+    """
+
+    def __init__(
+        self,
+        shapes: Iterable[LayerShape],
+        total_blocks: int,
+        *,
+        block_size: int = 16,
+        dtype: _DType = "float32",
+        debug: bool = False,
+    ) -> None:
+        shapes = tuple(shapes)
+        if not shapes:
+            raise ValueError("shapes: expected one for each layer, got none")
+        groups = []
+        self._place: list[tuple[int, int]] = [(0, 0)] * len(shapes)
+        for number, shape in enumerate(dict.fromkeys(shapes)):
+            if shape.window is not None and shape.window < 1:
+                raise ValueError(f"shapes: expected windows of 1 or more, got {shape.window}")
+            layers = tuple(layer for layer, its_shape in enumerate(shapes) if its_shape == shape)
+            for index, layer in enumerate(layers):
+                self._place[layer] = (number, index)
+            store = PagedKvStore(
+                block_size,
+                total_blocks,
+                shape.n_kv_heads,
+                shape.head_dim,
+                v_head_dim=shape.v_head_dim,
+                n_layers=len(layers),
+                dtype=dtype,
+                debug=debug,
+            )
+            groups.append(LayerGroup(shape, layers, store))
+        self.groups = tuple(groups)
+        self.prefixes = ModelPrefixes(group.store for group in groups)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._place)
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a block."""
+        return self.groups[0].store.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        """Of each store."""
+        return self.groups[0].store.total_blocks
+
+    @property
+    def free_block_count(self) -> int:
+        """Of the store that has the fewest."""
+        return min(group.store.free_block_count for group in self.groups)
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of K and V in the blocks that somebody holds, `prefixes` among them."""
+        return sum(group.nbytes_held for group in self.groups)
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """The number of a layer's group, and the layer's number in that group's store.
+
+        Parameters
+        ----------
+        layer : int
+            0 to ``n_layers - 1``, as the model counts.
+
+        Returns
+        -------
+        tuple of int
+            An index into ``groups``, and the ``layer`` of its store.
+
+        Raises
+        ------
+        IndexError
+            ``layer`` out of range.
+        """
+        return self._place[layer]
+
+    def group_of(self, layer: int) -> LayerGroup:
+        """The group that a layer belongs to. Arguments and errors as for `place_of`."""
+        return self.groups[self._place[layer][0]]
+
+    def blocks_for(self, n_positions: int) -> int:
+        """Blocks of a store that so many positions take at most; a window makes it fewer.
+
+        Parameters
+        ----------
+        n_positions : int
+            Of one sequence.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
+        return -(-n_positions // self.block_size)
+
+    def __repr__(self) -> str:
+        groups = ", ".join(f"{len(group.layers)} layers of window {group.window}" for group in self.groups)
+        return f"{type(self).__name__}({groups}; {self.free_block_count} of {self.total_blocks} blocks free)"
