@@ -27,6 +27,7 @@ MODULES = {
     "pagedkv._arrays": [],
     "pagedkv._rows": [],
     "pagedkv.allocator": [],
+    "pagedkv._store": [],
     "pagedkv.store": [],
     "pagedkv._table": [],
     "pagedkv.contiguous": [],

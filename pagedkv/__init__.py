@@ -1,8 +1,31 @@
 """A paged KV cache for LLM inference on CPU.
 
-Keys and values of many sequences live in shared fixed-size blocks (`PagedKvStore`); a sequence is
-a block table and a length (`PagedKvCache`). `paged_attention` attends straight through the tables,
-and `Step` makes one forward pass of a batch a transaction.
+Keys and values of many sequences live in shared fixed-size blocks; a sequence is a block table and a length, and
+attention reads straight through the tables. Each name below has a page of its own: ``help(pagedkv.Step)``.
+
+- Blocks and sequences: `PagedKvStore`, `PagedKvCache`; contiguous ones, to compare with: `KvCache`, `KvBlockPool`.
+- A forward pass of a batch, all of it or none: `Step`. Attention without one: `paged_attention`, `attention`.
+- Beginnings that are computed once: `PrefixCache`. Forks: `PagedKvCache.clone`, `reorder`.
+- Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
+- Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `PrefixStats`, `cpu_info` with `CpuInfo`.
+- Threads: `get_num_threads`, `set_num_threads`.
+- Errors: `PagedKvError`, `PagedStoreExhausted`, `KvPoolExhausted`. Whatever raises has changed nothing.
+
+Modules of their own: `pagedkv.serving`, continuous batching for models of several stores;
+`pagedkv.integrations.transformers` and `pagedkv.integrations.torch`. The command ``python -m pagedkv`` shows what the
+machine and the library can do.
+
+Examples
+--------
+>>> import numpy as np, pagedkv
+>>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=64, n_kv_heads=2, head_dim=8)
+>>> cache = pagedkv.PagedKvCache()
+>>> rows = np.ones((20, 2, 8), np.float32)
+>>> with pagedkv.Step(store, [cache], 20) as step:       # a prompt of 20 tokens, one layer
+...     step.write(0, rows, rows)
+...     out = step.attend(0, np.ones((20, 4, 8), np.float32))
+>>> cache.seq_len, store.free_block_count, out.shape
+(20, 62, (20, 4, 8))
 """
 
 from pagedkv.admission import Admission, Room, Waiting, plan_admission, room_for

@@ -1,2 +1,28 @@
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+# What callers give as arrays. `npt.ArrayLike` would let lists and float64 pass, which are refused. Tensors of other
+# libraries come by __array__; an object that has __dlpack__ alone needs np.from_dlpack to be seen by a type checker.
+
+class _HasFloats(Protocol):
+    def __array__(self) -> npt.NDArray[np.float32]: ...
+
+class _HasRows(Protocol):
+    def __array__(self) -> npt.NDArray[np.float32 | np.float16 | np.uint16]: ...
+
+_Floats: TypeAlias = npt.NDArray[np.float32] | memoryview[Any] | _HasFloats
+_Rows: TypeAlias = npt.NDArray[np.float32 | np.float16 | np.uint16] | memoryview[Any] | _HasRows
+_Ints: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
+_BlockIds: TypeAlias = list[int] | tuple[SupportsIndex, ...] | range | npt.NDArray[np.integer[Any]]
+_Real: TypeAlias = float | np.floating[Any]
+_Flag: TypeAlias = bool | np.bool_
+
+_DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16", "int8"]
+_Stored: TypeAlias = np.float32 | np.float16 | np.int8
+_DType: TypeAlias = str | type[_Stored] | np.dtype[_Stored]
+
 def as_size(value: object, name: str, low: int, high: int) -> int: ...
 def as_thread_count(value: object, name: str) -> int: ...

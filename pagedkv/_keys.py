@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from typing import Any, SupportsIndex
+from collections.abc import Sequence
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,16 @@ import numpy.typing as npt
 from pagedkv._arrays import as_size
 
 
-def as_token_ids(tokens: npt.ArrayLike) -> npt.NDArray[np.int64]:
+class HasIntegers(Protocol):
+    """A tensor of token ids, say."""
+
+    def __array__(self) -> npt.NDArray[np.integer[Any]]: ...
+
+
+Tokens: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | HasIntegers
+
+
+def as_token_ids(tokens: Tokens) -> npt.NDArray[np.int64]:
     """Token ids as C-contiguous int64 ``[n]``, little-endian, so that their bytes are a key on any machine."""
     if isinstance(tokens, (list, tuple, range)):
         return _from_items(tuple(tokens))

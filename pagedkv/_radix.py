@@ -19,8 +19,9 @@ children cannot go either.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -217,6 +218,53 @@ class RadixTree:
                 if parent.priority < node.priority or parent.expires < node.expires:
                     return f"{name} outlives its parent"
         return None
+
+
+def plan_eviction(
+    trees: Iterable[RadixTree], n_idle_at_end: Callable[[Blocks], int], n: int
+) -> list[tuple[RadixTree, Node, int]]:
+    """The `n` blocks to evict, in this order: a tree gives as long as none holds more, each from its own order."""
+    queue: list[tuple[int, int, RadixTree, Iterator[tuple[Node, int]], tuple[Node, int]]] = []
+    for number, tree in enumerate(trees):
+        victims = tree.victims(n_idle_at_end)
+        first = next(victims, None) if n else None
+        if first is not None:
+            queue.append((-tree.n_blocks, number, tree, victims, first))
+    heapq.heapify(queue)
+    plan = []
+    while n and queue:
+        size, number, tree, victims, (node, n_idle) = heapq.heappop(queue)
+        above = -size + queue[0][0] if queue else n
+        n_last = min(n, n_idle, max(1, above))
+        plan.append((tree, node, n_last))
+        n -= n_last
+        rest = (node, n_idle - n_last) if n_last < n_idle else next(victims, None)
+        if rest is not None:
+            heapq.heappush(queue, (size + n_last, number, tree, victims, rest))
+    return plan
+
+
+def cut_out(
+    trees: Iterable[RadixTree],
+    end_of_idle: Callable[[Blocks], int],
+    n_idle_at_end: Callable[[Blocks], int],
+    n: int,
+    gone: list[Blocks],
+) -> int:
+    """Take up to `n` idle blocks with others below that a sequence holds, as windows leave them; returns how many.
+
+    What lies below can no longer be found without them: it leaves its tree, and stays the sequence's. All that has left
+    is in `gone`.
+    """
+    n_freed = 0
+    for tree in sorted(trees, key=lambda tree: -tree.n_blocks):
+        for node in list(tree.in_order()):
+            while n_freed < n and (end := end_of_idle(node.blocks)) and node.parent is not None:
+                gone += tree.forget_below(node, end)
+                n_last = min(n - n_freed, n_idle_at_end(node.blocks))
+                gone.append(tree.trim(node, n_last))
+                n_freed += n_last
+    return n_freed
 
 
 def _common(key: bytearray, data: bytes, at: int) -> int:

@@ -47,3 +47,5 @@ cdef class BlockTable:
     cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1
     cdef int copy_shared(self, Py_ssize_t n_missing, Py_ssize_t n_copies) except -1
     cdef int give_back_from(self, Py_ssize_t first) except -1
+    # Make `other` a second holder of this sequence's written blocks; it gives back its own.
+    cdef int share_into(self, BlockTable other) except -1

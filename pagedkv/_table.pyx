@@ -147,6 +147,47 @@ cdef class BlockTable:
             self.store.give_back(&self.table[first], self.n_blocks - first)
         return 0
 
+    cdef int share_into(self, BlockTable other) except -1:
+        cdef Py_ssize_t n, bad = -1
+        cdef int32_t[::1] table
+        cdef BlockTable cache
+        for cache in (self, other):
+            if cache.store is None and cache.n_blocks:
+                raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
+                                   "name it in adopt_blocks(..., store=store)")
+        self.begin_read(self.store)
+        try:
+            other.lock_write()
+            try:
+                n = blocks_for(self.length, self.block_size)
+                table = empty_ids(n)
+                if n:
+                    table[:] = self.table[:n]
+                if n > self.n_dropped:
+                    bad = self.store.blocks.retain(&table[self.n_dropped], n - self.n_dropped)
+                if bad >= 0:
+                    raise OverflowError("clone: a block has as many holders as can be counted")
+                try:
+                    other.give_back_from(other.n_dropped)
+                except BaseException:
+                    if n > self.n_dropped:
+                        self.store.blocks.give_back(&table[self.n_dropped], n - self.n_dropped)
+                    raise
+                with cython.critical_section(other):
+                    other.table = table
+                    other.n_blocks = n
+                other.n_dropped = self.n_dropped
+                other.block_size = self.block_size
+                other.length = self.length
+                other.store = self.store
+            finally:
+                other.end_write()
+        finally:
+            self.end_read()
+        if other.store is not None:
+            other.store.after_change()
+        return 0
+
 
 cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
     if block_size != store.block_size:

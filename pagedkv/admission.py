@@ -1,23 +1,41 @@
 """What a scheduler asks before it starts a request: how much room there is, and who may start."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
 
-import numpy.typing as npt
-
-from pagedkv._keys import as_count, as_token_ids
+from pagedkv._keys import Tokens, as_count, as_token_ids
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
+from pagedkv.stats import with_field_docs
 from pagedkv.store import PagedKvStore
 
 
+@with_field_docs
 class Room(NamedTuple):
-    """How many more positions a sequence can be given: from free blocks ``now``; ``with_eviction`` of what the prefix
-    cache could give up; ``ever``, when everybody else has given back."""
+    """What `room_for` returns: how many more positions a sequence can be given.
+
+    Attributes
+    ----------
+    now : int
+        Positions that the free blocks give.
+    with_eviction : int
+        Positions, with what the prefix cache could give up.
+    ever : int
+        Positions, when everybody else has given back.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> room = pagedkv.room_for(pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=1, head_dim=2))
+    >>> room.now
+    128
+    """
 
     now: int
     with_eviction: int
@@ -37,25 +55,57 @@ class Waiting:
     n_most : int, optional
         Positions that it will have at most. Without it, as many as it starts with.
     namespace : bytes, optional
-        For the prefix cache.
+        Where the prefix cache looks it up.
     cache : PagedKvCache, optional
         A sequence that holds blocks already, such as a fork, and is not looked up. The positions above count from
         its beginning; a shared block that has to be copied first counts as one that is needed.
+
+    Notes
+    -----
+    The values are checked by `plan_admission`, which names the request by its place.
+
+    Threads: a plain value, but for its ``cache``.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> request = pagedkv.Waiting([5, 6, 7], n_most=100)     # a prompt of three tokens, at most 97 new ones
+    >>> request.n_most
+    100
     """
 
-    tokens: npt.ArrayLike = ()
+    tokens: "Tokens" = ()
     n_positions: SupportsIndex | None = None
     n_most: SupportsIndex | None = None
     namespace: bytes | None = None
     cache: PagedKvCache | None = None
 
 
+@with_field_docs
 class Admission(NamedTuple):
-    """What `plan_admission` says of one request.
+    """What `plan_admission` says of one request: a named tuple.
 
-    ``verdict`` is "now" (its blocks are free), "evict" (they are when the prefix cache gives some up, as the store has
-    it do), "wait" (for others to give back) or "never" (the store is too small). ``n_blocks`` are to be taken for it,
-    ``n_reused`` positions are known already.
+    Attributes
+    ----------
+    verdict : "now", "evict", "wait" or "never"
+        Its blocks are free; they are when the prefix cache gives some up, as the store has it do; it has to wait for
+        others to give back; the store is too small for it.
+    n_blocks : int
+        Blocks that are to be taken for it when it starts.
+    n_reused : int
+        Positions whose K/V is there already.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> [admission] = pagedkv.plan_admission(store, [pagedkv.Waiting(range(40))])
+    >>> admission, admission.can_start
+    (Admission(verdict='now', n_blocks=3, n_reused=0), True)
     """
 
     verdict: Literal["now", "evict", "wait", "never"]
@@ -77,8 +127,13 @@ def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: 
     ----------
     store : PagedKvStore
     cache : PagedKvCache, optional
+        The sequence; a new one without it.
     prefix : PrefixCache, optional
-        That of the store.
+        That of the store. Without it, nothing counts as evictable.
+
+    Returns
+    -------
+    Room
 
     Raises
     ------
@@ -134,7 +189,7 @@ def plan_admission(
     waiting : iterable of Waiting
         The one whose turn it is first.
     prefix : PrefixCache, optional
-        That of the store.
+        That of the store. Without it, nothing is known of any prompt, and nothing counts as evictable.
     keep_free : int, optional
         Blocks, free or evictable, that are left for the running requests to grow into.
     overtake : bool, optional

@@ -1,79 +1,114 @@
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, SupportsIndex, overload
+from collections.abc import Iterable
+from typing import Literal, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv._arrays import _Flag, _Floats, _Ints, _Real
 from pagedkv.sequence import PagedKvCache
 from pagedkv.store import PagedKvStore
 
-_Floats = npt.NDArray[np.float32]
+_Out: TypeAlias = npt.NDArray[np.float32]
 
 @overload
 def paged_attention(
-    q: npt.ArrayLike,
+    q: _Floats,
     store: PagedKvStore,
     caches: PagedKvCache | Iterable[PagedKvCache],
     *,
     layer: SupportsIndex = 0,
-    query_lens: SupportsIndex | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | None = None,
-    scale: float | None = None,
+    query_lens: SupportsIndex | _Ints | None = None,
+    scale: _Real | None = None,
     window: SupportsIndex | None = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    causal: bool = True,
-    out: _Floats | None = None,
+    softcap: _Real | None = None,
+    sinks: _Floats | None = None,
+    alibi_slopes: _Floats | None = None,
+    causal: _Flag = True,
+    out: npt.NDArray[np.float32] | None = None,
     return_lse: Literal[False] = False,
     n_threads: SupportsIndex | None = None,
-) -> _Floats: ...
+) -> _Out: ...
 @overload
 def paged_attention(
-    q: npt.ArrayLike,
+    q: _Floats,
     store: PagedKvStore,
     caches: PagedKvCache | Iterable[PagedKvCache],
     *,
     layer: SupportsIndex = 0,
-    query_lens: SupportsIndex | Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | None = None,
-    scale: float | None = None,
+    query_lens: SupportsIndex | _Ints | None = None,
+    scale: _Real | None = None,
     window: SupportsIndex | None = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    causal: bool = True,
-    out: _Floats | None = None,
-    return_lse: bool,
+    softcap: _Real | None = None,
+    sinks: _Floats | None = None,
+    alibi_slopes: _Floats | None = None,
+    causal: _Flag = True,
+    out: npt.NDArray[np.float32] | None = None,
+    return_lse: Literal[True],
     n_threads: SupportsIndex | None = None,
-) -> _Floats | tuple[_Floats, _Floats]: ...
+) -> tuple[_Out, _Out]: ...
+@overload
+def paged_attention(
+    q: _Floats,
+    store: PagedKvStore,
+    caches: PagedKvCache | Iterable[PagedKvCache],
+    *,
+    layer: SupportsIndex = 0,
+    query_lens: SupportsIndex | _Ints | None = None,
+    scale: _Real | None = None,
+    window: SupportsIndex | None = None,
+    softcap: _Real | None = None,
+    sinks: _Floats | None = None,
+    alibi_slopes: _Floats | None = None,
+    causal: _Flag = True,
+    out: npt.NDArray[np.float32] | None = None,
+    return_lse: _Flag,
+    n_threads: SupportsIndex | None = None,
+) -> _Out | tuple[_Out, _Out]: ...
 @overload
 def attention(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    q: _Floats,
+    k: _Floats,
+    v: _Floats,
     *,
-    scale: float | None = None,
+    scale: _Real | None = None,
     window: SupportsIndex | None = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    causal: bool = True,
-    out: _Floats | None = None,
+    softcap: _Real | None = None,
+    sinks: _Floats | None = None,
+    alibi_slopes: _Floats | None = None,
+    causal: _Flag = True,
+    out: npt.NDArray[np.float32] | None = None,
     return_lse: Literal[False] = False,
     n_threads: SupportsIndex | None = None,
-) -> _Floats: ...
+) -> _Out: ...
 @overload
 def attention(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    q: _Floats,
+    k: _Floats,
+    v: _Floats,
     *,
-    scale: float | None = None,
+    scale: _Real | None = None,
     window: SupportsIndex | None = None,
-    softcap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    alibi_slopes: npt.ArrayLike | None = None,
-    causal: bool = True,
-    out: _Floats | None = None,
-    return_lse: bool,
+    softcap: _Real | None = None,
+    sinks: _Floats | None = None,
+    alibi_slopes: _Floats | None = None,
+    causal: _Flag = True,
+    out: npt.NDArray[np.float32] | None = None,
+    return_lse: Literal[True],
     n_threads: SupportsIndex | None = None,
-) -> _Floats | tuple[_Floats, _Floats]: ...
+) -> tuple[_Out, _Out]: ...
+@overload
+def attention(
+    q: _Floats,
+    k: _Floats,
+    v: _Floats,
+    *,
+    scale: _Real | None = None,
+    window: SupportsIndex | None = None,
+    softcap: _Real | None = None,
+    sinks: _Floats | None = None,
+    alibi_slopes: _Floats | None = None,
+    causal: _Flag = True,
+    out: npt.NDArray[np.float32] | None = None,
+    return_lse: _Flag,
+    n_threads: SupportsIndex | None = None,
+) -> _Out | tuple[_Out, _Out]: ...

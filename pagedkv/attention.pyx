@@ -47,18 +47,19 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     caches : PagedKvCache, or an iterable of them
         They hold the K and V of the query positions already. One may occur several times.
     layer : int, optional
-    query_lens : int or sequence of int, optional
+        0 to ``n_layers - 1``.
+    query_lens : int, or a sequence or integer array of them ``[len(caches)]``, optional
         Query rows of each sequence, 0 or more; 1 without it.
     scale : float, optional
         ``1 / sqrt(head_dim)`` without it.
     window : int, optional
         How many positions a query sees at most, itself included. Without ``causal``, as many after it.
     softcap : float, optional
-        Above 0 (Gemma 2).
+        Above 0 (Gemma 2). Scores are not capped without it.
     sinks : array, float32 ``[n_q_heads]``, optional
         One more score in each head's softmax, as it is, with no value behind it (gpt-oss).
     alibi_slopes : array, float32 ``[n_q_heads]``, optional
-        Press et al. 2022, "Train Short, Test Long".
+        Above or below 0, per position of distance (Press et al. 2022, "Train Short, Test Long", section 3).
     causal : bool, optional
         Without it, a query sees what comes after it too.
     out : float32 array ``[n_rows, n_q_heads, v_head_dim]``, optional
@@ -66,7 +67,7 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     return_lse : bool, optional
         Whether to return the log-sum-exp too.
     n_threads : int, optional
-        `get_num_threads()` without it. The result is the same to the bit for any number.
+        1 to 256; what `get_num_threads` says without it. The result is the same to the bit for any number.
 
     Returns
     -------
@@ -92,9 +93,11 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     windows that hide some of those positions are computed each for itself.
 
     Threads: runs without the GIL. Until it returns, calls that would change one of the caches raise
-    RuntimeError. Sources: Milakov & Gimelshein 2018 (online softmax), Dao 2023 (FlashAttention-2, section
-    3.1), Dao et al. 2023 (Flash-Decoding: long sequences in parts, merged by log-sum-exp), Juravsky et al.
-    2024 (Hydragen, section 3: shared prefixes).
+    RuntimeError.
+
+    Method: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", section 3; Dao 2023,
+    "FlashAttention-2", section 3.1; Dao et al. 2023, "Flash-Decoding" (long sequences in parts, merged by
+    log-sum-exp); Juravsky et al. 2024, "Hydragen", section 3 (shared prefixes).
 
     Examples
     --------
@@ -160,16 +163,19 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
 
     Returns
     -------
-    out : float32 array ``[n, n_q_heads, v_head_dim]``, or ``(out, lse)``
+    out : float32 array ``[n, n_q_heads, v_head_dim]``
+        Or ``(out, lse)`` with ``return_lse``, ``lse`` float32 ``[n, n_q_heads]``.
 
     Raises
     ------
     TypeError, ValueError, MemoryError
-        As `paged_attention`.
+        As for `paged_attention`.
 
     Notes
     -----
     Threads: runs without the GIL; nothing may change the arrays until it returns.
+
+    Method: as for `paged_attention`.
 
     Examples
     --------

@@ -1,14 +1,12 @@
 from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
-import numpy as np
-import numpy.typing as npt
-
+from pagedkv._arrays import _Ints
 from pagedkv.sequence import PagedKvCache
 from pagedkv.store import PagedKvStore
 
 def reorder(
     store: PagedKvStore,
     caches: Iterable[PagedKvCache],
-    parents: Iterable[SupportsIndex] | npt.NDArray[np.integer[Any]],
+    parents: Iterable[SupportsIndex] | _Ints,
 ) -> None: ...

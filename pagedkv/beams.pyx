@@ -11,18 +11,19 @@ from pagedkv.store cimport PagedKvStore
 
 
 def reorder(PagedKvStore store not None, caches, parents):
-    """Let every cache go on from the sequence that another one has now: ``caches[i]`` becomes a fork of ``caches[parents[i]]``.
+    """Let every cache go on from the sequence that another one has now, as a beam search does.
 
-    All at once and all or nothing, as a beam search needs it after each step. No rows are copied and no
-    blocks are taken: forks share them, and copy a part-full one before they write into it. What nobody
-    goes on from is given back.
+    ``caches[i]`` becomes a fork of what ``caches[parents[i]]`` was. All at once and all or nothing. No rows are
+    copied and no blocks are taken: forks share them, and copy a part-full one before they write into it.
+    What nobody goes on from is given back.
 
     Parameters
     ----------
     store : PagedKvStore
-    caches : sequence of PagedKvCache
+        The one whose blocks they hold.
+    caches : iterable of PagedKvCache
         Each of them once.
-    parents : sequence of int ``[len(caches)]``
+    parents : iterable of int, or integer array, ``[len(caches)]``
         Indices into ``caches``. One that is its own parent stays as it is, with what it has reserved;
         the others give up what they have reserved.
 
@@ -33,7 +34,7 @@ def reorder(PagedKvStore store not None, caches, parents):
     RuntimeError
         A cache is in use by a running call.
     OverflowError
-        A block would have 2**31 holders.
+        A block would have 2**31 holders. Whatever is raised, nothing was changed.
 
     Notes
     -----

@@ -15,7 +15,8 @@ cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from over
 
 
 cdef class KvBlockPool:
-    """A budget of blocks that contiguous caches draw on: it counts, and holds no memory.
+    """KvBlockPool(block_size, total_blocks)\n--\n
+    A budget of blocks that contiguous caches draw on: it counts, and holds no memory.
 
     Parameters
     ----------
@@ -23,6 +24,18 @@ cdef class KvBlockPool:
         Positions a block stands for.
     total_blocks : int
         Blocks that all caches together may hold.
+
+    Attributes
+    ----------
+    block_size, total_blocks : int
+        As given; `resize` changes ``total_blocks``.
+    held : int
+        Blocks that caches hold now.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number that is no integer of at least 1.
 
     Notes
     -----
@@ -52,10 +65,15 @@ cdef class KvBlockPool:
     def resize(self, total_blocks):
         """Change the budget.
 
+        Parameters
+        ----------
+        total_blocks : int
+            Blocks that all caches together may hold from now on.
+
         Raises
         ------
-        ValueError
-            Fewer than the caches hold now. Nothing was changed.
+        TypeError, ValueError
+            No integer, or fewer than the caches hold now. Nothing was changed.
         """
         cdef Py_ssize_t total = as_size(total_blocks, "total_blocks", 1, MAX_SIZE)
         cdef Py_ssize_t held
@@ -87,19 +105,33 @@ cdef class KvBlockPool:
 
 @cython.no_gc_clear
 cdef class KvCache:
-    """One sequence's keys and values in contiguous rows of its own.
+    """KvCache(n_kv_heads, head_dim, *, v_head_dim=None)\n--\n
+    One sequence's keys and values in contiguous float32 rows of its own.
 
     Parameters
     ----------
     n_kv_heads, head_dim : int
-        A K row is ``n_kv_heads * head_dim`` values.
+        Heads, and values of a K head: a K row is ``n_kv_heads * head_dim`` values.
     v_head_dim : int, optional
-        Width of a V head where it is not ``head_dim``.
+        Values of a V head where they are not ``head_dim``.
+
+    Attributes
+    ----------
+    seq_len : int
+        Positions written so far.
+    n_kv_heads, head_dim, v_head_dim : int
+        As given; ``v_head_dim`` is ``head_dim`` where it was not.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        A number that is no integer of at least 1, or more than memory can hold.
 
     Notes
     -----
-    Memory grows by doubling; rows that were never written cost none. Threads: a cache belongs to one
-    thread at a time.
+    Memory grows by doubling; rows that were never written cost none.
+
+    Threads: a cache belongs to one thread at a time.
 
     Examples
     --------
@@ -132,7 +164,24 @@ cdef class KvCache:
 
     @classmethod
     def with_capacity(cls, n_kv_heads, head_dim, max_seq_len, *, v_head_dim=None):
-        """A cache with room for ``max_seq_len`` positions from the start: no push up to there moves a row."""
+        """A cache with room for ``max_seq_len`` positions from the start: no push up to there moves a row.
+
+        Parameters
+        ----------
+        n_kv_heads, head_dim, v_head_dim
+            As for the class.
+        max_seq_len : int
+            Positions, 0 or more. A longer sequence is no error: then the cache grows.
+
+        Returns
+        -------
+        KvCache
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            As the class.
+        """
         cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_SIZE)
         cdef KvCache cache = cls(n_kv_heads, head_dim, v_head_dim=v_head_dim)
         cache.make_room(n)
@@ -144,12 +193,27 @@ cdef class KvCache:
         """A cache whose blocks count against a pool's budget.
 
         The blocks for ``max_seq_len`` positions, at least one, are taken now; each block beyond
-        them when a push needs it. Memory is set aside for what is taken.
+        them when a push needs it. Memory is set aside for what is taken. The budget goes back by
+        `release_to_pool`, or with the cache.
+
+        Parameters
+        ----------
+        n_kv_heads, head_dim, v_head_dim
+            As for the class.
+        pool : KvBlockPool
+        max_seq_len : int
+            Positions, 0 or more.
+
+        Returns
+        -------
+        KvCache
 
         Raises
         ------
         KvPoolExhausted
             The pool has too few. Nothing was changed.
+        TypeError, ValueError, MemoryError
+            No pool; and as the class.
         """
         if not isinstance(pool, KvBlockPool):
             raise TypeError(f"pool: expected a KvBlockPool, got {describe(pool)}")
@@ -168,12 +232,12 @@ cdef class KvCache:
 
     @property
     def k(self):
-        """The keys: a read-only float32 view ``[seq_len, n_kv_heads * head_dim]``."""
+        """The keys: a read-only float32 view ``[seq_len, n_kv_heads * head_dim]``. Later rows are not in it."""
         return self.k_array[:self.seq_len]
 
     @property
     def v(self):
-        """The values: a read-only float32 view ``[seq_len, n_kv_heads * v_head_dim]``."""
+        """The values: a read-only float32 view ``[seq_len, n_kv_heads * v_head_dim]``. Later rows are not in it."""
         return self.v_array[:self.seq_len]
 
     @property
@@ -196,14 +260,19 @@ cdef class KvCache:
     # --- changing it ---
 
     def push(self, k_step, v_step):
-        """Append one position: float32 ``[width]`` or ``[n_kv_heads, head_dim]`` each.
+        """Append one position: ``seq_len`` grows by 1.
+
+        Parameters
+        ----------
+        k_step, v_step : array, float32
+            ``[n_kv_heads, head_dim]`` and ``[n_kv_heads, v_head_dim]``, or flat, ``[width]``.
 
         Raises
         ------
         KvPoolExhausted
             One more block of the pool was needed. Nothing was changed.
-        TypeError, ValueError
-            Another dtype or shape.
+        TypeError, ValueError, MemoryError
+            Another dtype or shape; no memory to grow.
         """
         cdef cnp.ndarray k = as_step(k_step, "k_step", SIMD_F32, 1, self.n_kv_heads, self.head_dim)
         cdef cnp.ndarray v = as_step(v_step, "v_step", SIMD_F32, 1, self.n_kv_heads, self.v_head_dim)
@@ -216,12 +285,17 @@ cdef class KvCache:
             self.planned = -1
 
     def extend(self, k, v):
-        """Append many positions: float32 ``[n, width]`` or ``[n, n_kv_heads, head_dim]`` each.
+        """Append ``n`` positions at once, all or none.
+
+        Parameters
+        ----------
+        k, v : array, float32
+            ``[n, n_kv_heads, head_dim]`` and ``[n, n_kv_heads, v_head_dim]``, or flat, ``[n, width]``.
 
         Raises
         ------
-        KvPoolExhausted, TypeError, ValueError
-            As for `push`; all rows or none.
+        KvPoolExhausted, TypeError, ValueError, MemoryError
+            As for `push`. Nothing was changed.
         """
         cdef object rows = as_native(k, "k", f"float32 [n, {self.k_rows.shape[1]}]")
         cdef Py_ssize_t n = len(rows) if rows.ndim else 0
@@ -235,10 +309,15 @@ cdef class KvCache:
     def truncate(self, n):
         """Cut the sequence to its first ``n`` positions; memory and budget stay.
 
+        Parameters
+        ----------
+        n : int
+            0 to ``seq_len``.
+
         Raises
         ------
-        ValueError
-            ``n`` is above ``seq_len``.
+        TypeError, ValueError
+            No integer, or above ``seq_len``.
         """
         self.seq_len = as_size(n, "n", 0, self.seq_len)
 

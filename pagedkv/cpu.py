@@ -1,37 +1,65 @@
 """What the kernels found on this machine, and what they use."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NamedTuple
 
 from pagedkv._kernels.simd import get_simd, list_features, list_simd, set_simd
+from pagedkv.stats import with_field_docs
 from pagedkv.threads import get_num_threads, usable_cpus
 
 
+@with_field_docs
 class CpuInfo(NamedTuple):
-    """What `cpu_info` returns."""
+    """What `cpu_info` returns: a named tuple.
+
+    Attributes
+    ----------
+    simd : str
+        The instruction set that the kernels use: "plain", "sse2", "avx2", "avx512" or "neon".
+    available : tuple of str
+        The sets that this build has and this machine can run, the best first.
+    features : tuple of str
+        The extensions of the machine that matter here, used or not.
+    usable_cpus : int
+        CPUs that the process may use: its affinity, and the quota of its control group.
+    num_threads : int
+        Threads that a call uses when it names no number: what `get_num_threads` says.
+    huge_pages : str
+        When the system backs large memory by huge pages: "always", "madvise" (NumPy asks), "never", or "unknown".
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> isinstance(pagedkv.cpu_info(), pagedkv.CpuInfo)
+    True
+    """
 
     simd: str
-    """The instruction set that the kernels use: "plain", "sse2", "avx2", "avx512" or "neon"."""
     available: tuple[str, ...]
-    """The sets that this build has and this machine can run, the best first."""
     features: tuple[str, ...]
-    """The extensions of the machine that matter here, used or not."""
     usable_cpus: int
-    """CPUs that the process may use: its affinity, and the quota of its control group."""
     num_threads: int
-    """Threads that a call uses when it names no number."""
     huge_pages: str
-    """When the system backs large memory by huge pages: "always", "madvise" (NumPy asks), "never", or "unknown"."""
 
 
 def cpu_info() -> CpuInfo:
-    """What the kernels found on this machine, and what they use, as a frozen `CpuInfo`.
+    """What the kernels found on this machine, and what they use.
 
     The instruction set is chosen once, at import: the best that the machine can run, or the one that the
     environment variable ``PAGEDKV_SIMD`` names.
+
+    Returns
+    -------
+    CpuInfo
+
+    Notes
+    -----
+    Threads: may be called from any thread.
 
     Examples
     --------

@@ -4,7 +4,32 @@ from __future__ import annotations
 
 
 class PagedKvError(Exception):
-    """Base of the library's own errors; raised itself when ``check()`` finds a broken invariant."""
+    """Base of the library's own errors.
+
+    It is raised itself where the books of a store do not balance: by `PagedKvStore.check` and `PrefixCache.check`,
+    and where a table names a block that somebody else gave back.
+
+    Parameters
+    ----------
+    *args
+        The message, as for every exception.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> try:
+    ...     pagedkv.PagedKvStore(16, 4, n_kv_heads=2, head_dim=64).acquire(5)
+    ... except pagedkv.PagedKvError as error:
+    ...     print(error)
+    5 blocks needed, 4 of 4 free (never, whatever is released)
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
 
 
 class _Exhausted(PagedKvError):
@@ -38,6 +63,21 @@ class PagedStoreExhausted(_Exhausted):
     can_ever_fit : bool
         Whether the request could be met if everyone else gave their blocks back: False means
         that waiting is of no use.
+
+    Notes
+    -----
+    Threads: a plain value, and ``free`` and ``evictable`` those of the moment when it was raised.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> store, cache = pagedkv.PagedKvStore(16, 4, n_kv_heads=2, head_dim=64), pagedkv.PagedKvCache()
+    >>> ids = store.acquire(3)
+    >>> try:
+    ...     cache.reserve(store, 40)
+    ... except pagedkv.PagedStoreExhausted as full:
+    ...     print(full.needed, full.free, full.can_ever_fit)
+    3 1 True
     """
 
     def __init__(self, needed: int, free: int, total: int, held: int = 0, evictable: int = 0) -> None:
@@ -48,6 +88,7 @@ class PagedStoreExhausted(_Exhausted):
 
     @property
     def can_ever_fit(self) -> bool:
+        """Whether the request could be met if everyone else gave their blocks back."""
         return self.needed + self.held <= self.total
 
     def __str__(self) -> str:
@@ -63,6 +104,20 @@ class KvPoolExhausted(_Exhausted):
     ----------
     needed, free, total : int
         Blocks asked for, free, and in the pool.
+
+    Notes
+    -----
+    Threads: a plain value, and ``free`` that of the moment when it was raised.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> pool = pagedkv.KvBlockPool(block_size=16, total_blocks=2)
+    >>> try:
+    ...     pagedkv.KvCache.with_pool(2, 64, pool, max_seq_len=40)
+    ... except pagedkv.KvPoolExhausted as full:
+    ...     print(full.needed, full.free, full.total)
+    3 2 2
     """
 
     def __str__(self) -> str:

@@ -9,18 +9,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import count
 from types import EllipsisType
 from typing import Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv._arrays import as_size
-from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
-from pagedkv._radix import NEVER, Blocks, Node, RadixTree
+from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids, as_ttl
+from pagedkv._radix import NEVER, Blocks, Node, RadixTree, cut_out, plan_eviction
 from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import PrefixStats
@@ -123,7 +122,22 @@ class PrefixCache:
         return self._books.n_evictable
 
     def is_evictable(self, block: SupportsIndex) -> bool:
-        """Whether this block, by its id, is one of those that could be given up now. IndexError if out of range."""
+        """Whether a block is one of those that could be given up now.
+
+        Parameters
+        ----------
+        block : int
+            The id of a block of the store.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        TypeError, IndexError
+            ``block`` is no integer, or out of range.
+        """
         if not self._store.refcount(block):
             return False
         self._end_terms_now()
@@ -131,13 +145,15 @@ class PrefixCache:
 
     # --- reading ---
 
-    def match(self, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> int:
+    def match(self, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """How many of these tokens' positions `attach` would reuse. Changes nothing, and is no use of them.
 
         Parameters
         ----------
-        tokens : list, tuple or integer array ``[n]``
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids, 0 to 2**63 - 1.
         namespace : bytes, optional
+            Where to look. None is one of its own.
 
         Returns
         -------
@@ -154,11 +170,12 @@ class PrefixCache:
             tree = self._trees.get(name)
             return 0 if tree is None else tree.find(data)[1]
 
-    def match_blocks(self, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> Blocks:
+    def match_blocks(self, tokens: Tokens, *, namespace: bytes | None = None) -> Blocks:
         """The ids of the whole blocks that `attach` would share: int32 ``[match(tokens) // block_size]``.
 
-        They are not retained: another thread may evict them as soon as this returns. Arguments and errors as
-        for `match`.
+        They are not retained: another thread may evict them as soon as this returns.
+
+        Arguments and errors as for `match`.
         """
         data, name = as_token_ids(tokens)[:-1].tobytes(), as_namespace(namespace)
         with self._lock:
@@ -168,7 +185,7 @@ class PrefixCache:
             node, n = tree.find(data)
             return tree.blocks_to(node)[: n // self._store.block_size]
 
-    def attach(self, cache: PagedKvCache, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> int:
+    def attach(self, cache: PagedKvCache, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """Start an empty sequence on the longest beginning of ``tokens`` that is known.
 
         Whole blocks are shared. Where the tokens part inside a block, the sequence gets a block of its own and a
@@ -178,8 +195,10 @@ class PrefixCache:
         ----------
         cache : PagedKvCache
             Holds no blocks. It will have ``seq_len`` positions: what is returned.
-        tokens : list, tuple or integer array ``[n]``
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids, 0 to 2**63 - 1.
         namespace : bytes, optional
+            Where to look. None is one of its own.
 
         Returns
         -------
@@ -247,7 +266,7 @@ class PrefixCache:
 
     def insert(
         self,
-        tokens: npt.ArrayLike,
+        tokens: Tokens,
         cache: PagedKvCache,
         *,
         namespace: bytes | None = None,
@@ -258,13 +277,14 @@ class PrefixCache:
 
         Parameters
         ----------
-        tokens : list, tuple or integer array ``[n]``
+        tokens : list, tuple, range or integer array ``[n]``
             What the sequence's positions were computed from. Only blocks that lie wholly within both ``n`` and
             ``seq_len`` are taken; what is known already stays as it is.
         cache : PagedKvCache
-            A sequence of the store. Blocks that `drop_before` gave back cannot be inserted any more: such a
-            sequence can only continue what is known up to there, or else nothing is inserted.
+            A sequence of the store. Blocks that `PagedKvCache.drop_before` gave back cannot be inserted any more: such
+            a sequence can only continue what is known up to there, or else nothing is inserted.
         namespace : bytes, optional
+            Where they can be found again. None is one of its own.
         priority : int, optional
             Within a namespace, blocks of a higher priority are evicted after all those of a lower one. A block
             has the highest that it was inserted with.
@@ -318,7 +338,17 @@ class PrefixCache:
         return len(new)
 
     def evict(self, n: SupportsIndex) -> int:
-        """Give up to ``n`` blocks back to the store, in the order of eviction; returns how many.
+        """Give up to ``n`` blocks back to the store, in the order of eviction.
+
+        Parameters
+        ----------
+        n : int
+            Blocks, 0 or more.
+
+        Returns
+        -------
+        int
+            How many went: fewer than ``n`` where sequences hold the rest, or a ``ttl`` protects it.
 
         Raises
         ------
@@ -331,16 +361,32 @@ class PrefixCache:
             return self._evict(n_wanted)
 
     def reclaim(self, n: SupportsIndex) -> int:
-        """What a store calls that is short of ``n`` blocks: as `evict`, but all of them or none."""
+        """Give ``n`` blocks back to the store, or none: what a store calls that is short of them.
+
+        Arguments, result and errors as for `evict`.
+        """
         n_wanted = as_count(n, "n")
         with self._lock:
             self._end_terms()
             return self._evict(n_wanted) if n_wanted <= self._books.n_evictable else 0
 
     def clear(self, *, namespace: bytes | EllipsisType | None = ...) -> int:
-        """Forget one namespace, or without it all of them, protected or not; returns how many blocks were held.
+        """Forget one namespace, or all of them, protected or not. What sequences hold stays theirs.
 
-        What sequences hold stays theirs. TypeError if ``namespace`` is no bytes and not None.
+        Parameters
+        ----------
+        namespace : bytes or None, optional
+            All of them without it; None is one of its own.
+
+        Returns
+        -------
+        int
+            How many blocks were held.
+
+        Raises
+        ------
+        TypeError
+            ``namespace`` is no bytes and not None.
         """
         name = namespace if namespace is ... else as_namespace(namespace)
         with self._lock:
@@ -349,7 +395,7 @@ class PrefixCache:
     # --- looking after it ---
 
     def stats(self) -> PrefixStats:
-        """Counters as a frozen `PrefixStats`. O(1)."""
+        """Counters as a `PrefixStats`. O(1)."""
         return PrefixStats(
             blocks_held=self._held,
             evictable_blocks=self.evictable_block_count,
@@ -361,7 +407,7 @@ class PrefixCache:
         )
 
     def check(self) -> None:
-        """Raise `PagedKvError` if the books do not balance. Walks over everything."""
+        """Raise `PagedKvError` if the books do not balance, the store's included. Walks over everything."""
         with self._lock:
             held: list[int] = []
             for tree in self._trees.values():
@@ -398,50 +444,14 @@ class PrefixCache:
         gone: list[Blocks] = []
         left = n
         try:
-            for tree, node, n_last in self._plan(n):
+            for tree, node, n_last in plan_eviction(self._trees.values(), self._books.n_idle_at_end, n):
                 gone.append(tree.trim(node, n_last))
                 left -= n_last
             if left and self._books.n_evictable > n - left:
-                left -= self._cut_out(left, gone)
+                left -= cut_out(self._trees.values(), self._books.end_of_idle, self._books.n_idle_at_end, left, gone)
         finally:  # an interrupt must not lose what has left the tree
             self._give_back(gone)
         return n - left
-
-    def _plan(self, n: int) -> list[tuple[RadixTree, Node, int]]:
-        """What to evict, in this order: a namespace gives as long as none holds more, each from its own order."""
-        queue: list[tuple[int, int, RadixTree, Iterator[tuple[Node, int]], tuple[Node, int]]] = []
-        for number, tree in enumerate(self._trees.values()):
-            victims = tree.victims(self._books.n_idle_at_end)
-            first = next(victims, None) if n else None
-            if first is not None:
-                queue.append((-tree.n_blocks, number, tree, victims, first))
-        heapq.heapify(queue)
-        plan = []
-        while n and queue:
-            size, number, tree, victims, (node, n_idle) = heapq.heappop(queue)
-            above = -size + queue[0][0] if queue else n
-            n_last = min(n, n_idle, max(1, above))
-            plan.append((tree, node, n_last))
-            n -= n_last
-            rest = (node, n_idle - n_last) if n_last < n_idle else next(victims, None)
-            if rest is not None:
-                heapq.heappush(queue, (size + n_last, number, tree, victims, rest))
-        return plan
-
-    def _cut_out(self, n: int, gone: list[Blocks]) -> int:
-        """Take idle blocks with others below that a sequence holds, as windows leave them; returns how many.
-
-        What lies below can no longer be found without them: it leaves the cache, and stays the sequence's.
-        """
-        n_freed = 0
-        for tree in sorted(self._trees.values(), key=lambda tree: -tree.n_blocks):
-            for node in list(tree.in_order()):
-                while n_freed < n and (end := self._books.end_of_idle(node.blocks)) and node.parent is not None:
-                    gone += tree.forget_below(node, end)
-                    n_last = min(n - n_freed, self._books.n_idle_at_end(node.blocks))
-                    gone.append(tree.trim(node, n_last))
-                    n_freed += n_last
-        return n_freed
 
     def _clear(self, trees: Iterable[RadixTree]) -> int:
         n_held = self._held

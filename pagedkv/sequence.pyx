@@ -13,24 +13,33 @@ from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows
+from pagedkv._store cimport NOGIL_FROM
 from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
-from pagedkv.store cimport NOGIL_FROM, PagedKvStore
+from pagedkv.store cimport PagedKvStore
 
 
 @cython.no_gc_clear
 cdef class PagedKvCache(BlockTable):
-    """One sequence in a `PagedKvStore`: a block table and a length. Holds no K/V itself.
+    """PagedKvCache()\n--\n
+    One sequence in a `PagedKvStore`: a block table and a length. Holds no K/V itself.
 
     Every method that touches blocks takes the store as its first argument, which has to be the
     same one for as long as the cache holds blocks. Garbage collection gives the blocks back, as
     `release` does.
 
+    Attributes
+    ----------
+    store : PagedKvStore or None
+        The store whose blocks it holds; None while it holds none.
+
     Notes
     -----
     Threads: a cache belongs to one thread at a time, its store to all of them. A method called
     while a `Step` or an attention call is running on the cache raises RuntimeError and changes
-    nothing.
+    nothing. Its table and length may be looked at by any thread.
+
+    Method: the block table of Kwon et al., SOSP 2023, section 4, as `PagedKvStore` has it.
 
     Examples
     --------
@@ -89,7 +98,7 @@ cdef class PagedKvCache(BlockTable):
     # --- growing ---
 
     def push(self, PagedKvStore store not None, k_step, v_step):
-        """Append one position's key and value.
+        """Append one position's key and value: ``seq_len`` grows by 1.
 
         Parameters
         ----------
@@ -104,7 +113,7 @@ cdef class PagedKvCache(BlockTable):
         PagedStoreExhausted
             A block was needed and none was free. Nothing was changed.
         TypeError, ValueError, RuntimeError
-            Rows of another dtype or shape; another store; in use by a running call.
+            Rows of another dtype or shape; another store; in use by a running call. Nothing was changed.
         """
         cdef BlockRows k_rows = store.k, v_rows = store.v
         cdef cnp.ndarray k = store.given_step(k_step, "k_step", k_rows)
@@ -129,7 +138,7 @@ cdef class PagedKvCache(BlockTable):
             store.check((self,))
 
     def append_contiguous(self, PagedKvStore store not None, k, v, count):
-        """Append ``count`` positions: the inverse of `to_contiguous`.
+        """Append ``count`` positions in one go: the inverse of `to_contiguous`.
 
         Parameters
         ----------
@@ -172,6 +181,21 @@ cdef class PagedKvCache(BlockTable):
 
         Counted against the capacity held, so reserved blocks are not asked for twice; a block that
         has to be copied before it is written, since others hold it too, counts as one.
+
+        Parameters
+        ----------
+        store : PagedKvStore
+        n_new : int
+            Positions, 0 or more.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            No number of positions; another store; in use by a running call that writes.
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
         self.begin_read(store)
@@ -183,12 +207,20 @@ cdef class PagedKvCache(BlockTable):
         """Take the blocks that ``n_new`` more positions need, without advancing ``seq_len``.
 
         After it, pushes up to there cannot fail: a shared tail is copied now. Blocks that stay
-        unused belong to this cache until it releases.
+        unused belong to this cache until it releases or truncates.
+
+        Parameters
+        ----------
+        store : PagedKvStore
+        n_new : int
+            Positions beyond ``seq_len``, 0 or more.
 
         Raises
         ------
         PagedStoreExhausted
-            Nothing was changed.
+            Too few blocks are free. Nothing was changed.
+        TypeError, ValueError, RuntimeError
+            No number of positions; another store; in use by a running call.
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
         self.begin_write(store)
@@ -209,10 +241,10 @@ cdef class PagedKvCache(BlockTable):
 
         Parameters
         ----------
-        block_table : list, tuple or integer array
+        block_table : list, tuple, range or integer array ``[n_blocks]``
             Block ids in order; at least ``seq_len // block_size``, more are reserved blocks.
         seq_len : int
-            A whole number of blocks: the next append must not write into a shared block.
+            Positions, a whole number of blocks: the next append must not write into a shared block.
         block_size : int
             That of the store.
         store : PagedKvStore, optional
@@ -224,8 +256,8 @@ cdef class PagedKvCache(BlockTable):
         ValueError
             A ragged ``seq_len``, too short a table, a cache that holds blocks, an id nobody holds,
             another block size. Nothing was changed, the references are still the caller's.
-        TypeError, IndexError
-            Not integers; an id out of range.
+        TypeError, IndexError, RuntimeError
+            Not integers; an id out of range; in use by a running call.
         """
         if store is not None and not isinstance(store, PagedKvStore):
             raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
@@ -260,7 +292,11 @@ cdef class PagedKvCache(BlockTable):
         """A second sequence with the same positions, which shares every block and costs none.
 
         Either of the two copies a shared block before it first writes into it. Blocks that were
-        reserved past ``seq_len`` are not shared.
+        reserved past ``seq_len`` are not shared. `copy.copy` and `copy.deepcopy` do the same.
+
+        Returns
+        -------
+        PagedKvCache
 
         Raises
         ------
@@ -269,11 +305,23 @@ cdef class PagedKvCache(BlockTable):
         OverflowError
             A block has 2**31 - 1 holders.
         """
-        cls = type(self)
-        return self.share_into(cls.__new__(cls))
+        cdef PagedKvCache other = type(self).__new__(type(self))
+        self.share_into(other)
+        return other
 
     def clone_from(self, PagedKvCache source not None):
-        """Give back this cache's own blocks and become a clone of ``source``. See `clone`."""
+        """Give back this cache's own blocks and become a clone of ``source``, as `clone` makes one.
+
+        Parameters
+        ----------
+        source : PagedKvCache
+            Stays as it is. A cache that is its own source changes nothing.
+
+        Raises
+        ------
+        TypeError, RuntimeError, OverflowError
+            No PagedKvCache; and as for `clone`, of either of the two. Nothing was changed.
+        """
         if source is not self:
             source.share_into(self)
 
@@ -286,56 +334,21 @@ cdef class PagedKvCache(BlockTable):
     def __reduce__(self):
         raise TypeError("PagedKvCache: cannot be pickled, it holds blocks of a store by id")
 
-    cdef PagedKvCache share_into(self, PagedKvCache other):
-        """Make `other` a second holder of this sequence's written blocks; it gives back its own."""
-        cdef Py_ssize_t n, bad = -1
-        cdef int32_t[::1] table
-        for cache in (self, other):
-            if (<BlockTable>cache).store is None and (<BlockTable>cache).n_blocks:
-                raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
-                                   "name it in adopt_blocks(..., store=store)")
-        self.begin_read(self.store)
-        try:
-            other.lock_write()
-            try:
-                n = blocks_for(self.length, self.block_size)
-                table = empty_ids(n)
-                if n:
-                    table[:] = self.table[:n]
-                if n > self.n_dropped:
-                    bad = self.store.blocks.retain(&table[self.n_dropped], n - self.n_dropped)
-                if bad >= 0:
-                    raise OverflowError("clone: a block has as many holders as can be counted")
-                try:
-                    other.give_back_from(other.n_dropped)
-                except BaseException:
-                    if n > self.n_dropped:
-                        self.store.blocks.give_back(&table[self.n_dropped], n - self.n_dropped)
-                    raise
-                with cython.critical_section(other):
-                    other.table = table
-                    other.n_blocks = n
-                other.n_dropped = self.n_dropped
-                other.block_size = self.block_size
-                other.length = self.length
-                other.store = self.store
-            finally:
-                other.end_write()
-        finally:
-            self.end_read()
-        if other.store is not None:
-            other.store.after_change()
-        return other
-
     # --- shrinking ---
 
     def release(self, PagedKvStore store not None):
         """Give every block back; the cache is empty again. A second time it does nothing.
 
+        A block goes back to the free ones when its last holder has released it.
+
+        Parameters
+        ----------
+        store : PagedKvStore
+
         Raises
         ------
-        ValueError, RuntimeError
-            Another store; in use by a running call.
+        TypeError, ValueError, RuntimeError
+            No store; another one; in use by a running call.
         """
         self.begin_write(store)
         try:
@@ -348,10 +361,16 @@ cdef class PagedKvCache(BlockTable):
     def truncate(self, PagedKvStore store not None, new_len):
         """Cut the sequence to ``new_len`` positions, and give back the blocks past them, reserved ones too.
 
+        Parameters
+        ----------
+        store : PagedKvStore
+        new_len : int
+            ``first_position`` to ``seq_len``. A shared tail stays shared: it is copied when it is next written.
+
         Raises
         ------
-        ValueError
-            ``new_len`` is above ``seq_len``, or lies before the first position that is still held.
+        TypeError, ValueError
+            ``new_len`` is no integer, is above ``seq_len``, or lies before the first position that is still held.
         RuntimeError
             In use by a running call.
         """
@@ -370,7 +389,22 @@ cdef class PagedKvCache(BlockTable):
         store.after_change()
 
     def can_truncate_to(self, new_len):
-        """Whether `truncate` would take this length: one that is written and still held."""
+        """Whether `truncate` would take this length: one that is written and still held.
+
+        Parameters
+        ----------
+        new_len : int
+            Positions, 0 or more.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``new_len`` is no integer of at least 0.
+        """
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
         return self.n_dropped * self.block_size <= n <= self.length
 
@@ -381,10 +415,16 @@ cdef class PagedKvCache(BlockTable):
         can never be read again: attention that would need them, `to_contiguous` and a truncation to
         there are refused.
 
+        Parameters
+        ----------
+        store : PagedKvStore
+        position : int
+            0 to ``seq_len``. With a window of ``w``, the next query sees nothing before ``seq_len + 1 - w``.
+
         Raises
         ------
-        ValueError, RuntimeError
-            ``position`` is above ``seq_len``; in use by a running call.
+        TypeError, ValueError, RuntimeError
+            No integer; ``position`` is above ``seq_len``; another store; in use by a running call.
         """
         cdef Py_ssize_t p = as_size(position, "position", 0, MAX_POSITIONS)
         cdef Py_ssize_t i, n
@@ -411,6 +451,7 @@ cdef class PagedKvCache(BlockTable):
         ----------
         store : PagedKvStore
         layer : int, optional
+            0 to ``n_layers - 1``.
         out : KvCache, optional
             Is overwritten and returned: its buffers are used again. Views of it that were taken
             before show the new rows, or keep the old ones if it had to grow.
@@ -418,7 +459,7 @@ cdef class PagedKvCache(BlockTable):
         Returns
         -------
         KvCache
-            ``seq_len`` positions: ``k`` ``[seq_len, k_width]``, ``v`` ``[seq_len, v_width]``.
+            ``seq_len`` positions: ``k`` float32 ``[seq_len, k_width]``, ``v`` float32 ``[seq_len, v_width]``.
 
         Raises
         ------

@@ -1,12 +1,61 @@
 """Snapshots of counters: plain values that stay as they were. They import nothing, since every owner returns them."""
 
-from __future__ import annotations
+import inspect
+import re
+from typing import NamedTuple, TypeVar
 
-from typing import NamedTuple
+_T = TypeVar("_T", bound=type)
 
 
+def with_field_docs(cls: _T) -> _T:
+    """A named tuple whose fields have docstrings: what its own says of them under Attributes."""
+    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes\n----------\n")
+    for names, text in re.findall(r"^([\w, ]+) : .*\n((?:    .*\n?)+)", section, re.MULTILINE):
+        for name in names.split(", "):
+            getattr(cls, name).__doc__ = inspect.cleandoc(text)
+    return cls
+
+
+@with_field_docs
 class StoreStats(NamedTuple):
-    """What ``PagedKvStore.stats()`` returns. Counts of blocks, but for the bytes; counters run since construction."""
+    """What `PagedKvStore.stats` returns: a named tuple of counts. Unless said otherwise they count blocks.
+
+    Attributes
+    ----------
+    total_blocks : int
+        Blocks of the store.
+    free_blocks : int
+        Blocks that nobody holds now.
+    held_blocks : int
+        Blocks that somebody holds now: ``total_blocks - free_blocks``.
+    peak_held_blocks : int
+        The most that were held at once, since the store was made.
+    blocks_acquired : int
+        Blocks taken from the free ones, since the store was made.
+    blocks_released : int
+        Blocks that their last holder gave back, since the store was made.
+    copies_on_write : int
+        Shared blocks that were copied because a holder was about to write, since the store was made.
+    exhaustions : int
+        Requests that were refused since too few blocks were free, since the store was made. One that asks for more
+        than ``total_blocks`` is refused before it is counted.
+    nbytes : int
+        Bytes of K and V of all blocks and layers.
+
+    Notes
+    -----
+    Threads: a plain value. Where other threads use the store, its fields may be of slightly different moments.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=2, head_dim=4)
+    >>> ids = store.acquire(3)
+    >>> store.release(ids[:2])
+    >>> stats = store.stats()
+    >>> stats.held_blocks, stats.peak_held_blocks, stats.blocks_acquired, stats.blocks_released
+    (1, 3, 3, 2)
+    """
 
     total_blocks: int
     free_blocks: int
@@ -19,11 +68,42 @@ class StoreStats(NamedTuple):
     nbytes: int
 
 
+@with_field_docs
 class PrefixStats(NamedTuple):
-    """What ``PrefixCache.stats()`` returns. Counters run since construction.
+    """What `PrefixCache.stats` returns: a named tuple of counts.
 
-    ``hit_tokens`` were reused by `attach`, ``missed_tokens`` were left to compute. ``blocks_evicted`` counts what
-    eviction took, not what `clear` did.
+    Attributes
+    ----------
+    blocks_held : int
+        Blocks that the prefix cache holds now, alone or with others.
+    evictable_blocks : int
+        Those of them that it could give up now.
+    namespaces : int
+        Namespaces that have blocks now.
+    hit_tokens : int
+        Positions that `PrefixCache.attach` reused, since the cache was made.
+    missed_tokens : int
+        Positions that it left to compute, since the cache was made.
+    blocks_inserted : int
+        Blocks that were new to `PrefixCache.insert`, since the cache was made.
+    blocks_evicted : int
+        Blocks that eviction took, since the cache was made; what `PrefixCache.clear` took is not among them.
+
+    Notes
+    -----
+    Threads: a plain value. Where other threads use the cache, its fields may be of slightly different moments.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store, cache = pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2), pagedkv.PagedKvCache()
+    >>> prefixes = pagedkv.PrefixCache(store)
+    >>> cache.append_contiguous(store, *np.ones((2, 6, 2), np.float32), 6)
+    >>> blocks = prefixes.insert(range(6), cache)
+    >>> reused = prefixes.attach(pagedkv.PagedKvCache(), range(6))
+    >>> stats = prefixes.stats()
+    >>> stats.blocks_held, stats.hit_tokens, stats.missed_tokens
+    (1, 4, 2)
     """
 
     blocks_held: int

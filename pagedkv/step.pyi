@@ -1,13 +1,16 @@
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Literal, SupportsIndex, overload
+from typing import Literal, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
+from pagedkv._arrays import _Flag, _Floats, _Ints, _Real, _Rows
 from pagedkv.sequence import PagedKvCache
 from pagedkv.store import PagedKvStore
+
+_Out: TypeAlias = npt.NDArray[np.float32]
 
 @disjoint_base
 class Step:
@@ -27,7 +30,7 @@ class Step:
         cls,
         store: PagedKvStore,
         caches: PagedKvCache | Iterable[PagedKvCache],
-        query_lens: SupportsIndex | Sequence[SupportsIndex] | npt.NDArray[np.integer] = 1,
+        query_lens: SupportsIndex | _Ints = 1,
         *,
         n_threads: SupportsIndex | None = None,
     ) -> Self: ...
@@ -40,34 +43,49 @@ class Step:
     ) -> None: ...
     def commit(self) -> None: ...
     def rollback(self) -> None: ...
-    def write(self, layer: SupportsIndex, k: npt.ArrayLike, v: npt.ArrayLike) -> None: ...
+    def write(self, layer: SupportsIndex, k: _Rows, v: _Rows) -> None: ...
     @overload
     def attend(
         self,
         layer: SupportsIndex,
-        q: npt.ArrayLike,
+        q: _Floats,
         *,
-        scale: float | None = None,
+        scale: _Real | None = None,
         window: SupportsIndex | None = None,
-        softcap: float | None = None,
-        sinks: npt.ArrayLike | None = None,
-        alibi_slopes: npt.ArrayLike | None = None,
-        causal: bool = True,
+        softcap: _Real | None = None,
+        sinks: _Floats | None = None,
+        alibi_slopes: _Floats | None = None,
+        causal: _Flag = True,
         out: npt.NDArray[np.float32] | None = None,
         return_lse: Literal[False] = False,
-    ) -> npt.NDArray[np.float32]: ...
+    ) -> _Out: ...
     @overload
     def attend(
         self,
         layer: SupportsIndex,
-        q: npt.ArrayLike,
+        q: _Floats,
         *,
-        scale: float | None = None,
+        scale: _Real | None = None,
         window: SupportsIndex | None = None,
-        softcap: float | None = None,
-        sinks: npt.ArrayLike | None = None,
-        alibi_slopes: npt.ArrayLike | None = None,
-        causal: bool = True,
+        softcap: _Real | None = None,
+        sinks: _Floats | None = None,
+        alibi_slopes: _Floats | None = None,
+        causal: _Flag = True,
         out: npt.NDArray[np.float32] | None = None,
         return_lse: Literal[True],
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+    ) -> tuple[_Out, _Out]: ...
+    @overload
+    def attend(
+        self,
+        layer: SupportsIndex,
+        q: _Floats,
+        *,
+        scale: _Real | None = None,
+        window: SupportsIndex | None = None,
+        softcap: _Real | None = None,
+        sinks: _Floats | None = None,
+        alibi_slopes: _Floats | None = None,
+        causal: _Flag = True,
+        out: npt.NDArray[np.float32] | None = None,
+        return_lse: _Flag,
+    ) -> _Out | tuple[_Out, _Out]: ...

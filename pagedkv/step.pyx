@@ -48,7 +48,8 @@ cdef struct Change:
 
 @cython.no_gc_clear
 cdef class Step:
-    """One forward pass of a batch: every sequence grows by its query length, or none does.
+    """Step(store, caches, query_lens=1, *, n_threads=None)\n--\n
+    One forward pass of a batch: every sequence grows by its query length, or none does.
 
     Entering the ``with`` block takes the blocks for all new positions, or raises having changed
     nothing. Inside, each layer is written and attended. Leaving it commits: every ``seq_len`` grows
@@ -59,10 +60,18 @@ cdef class Step:
     store : PagedKvStore
     caches : PagedKvCache, or an iterable of them
         The batch, in the order of its rows; each cache once.
-    query_lens : int or sequence of int, optional
-        New positions of each sequence, 0 or more; one number stands for all.
+    query_lens : int, or a sequence or integer array of them ``[len(caches)]``, optional
+        New positions of each sequence, 0 or more: 1 is decode, more is prefill. One number stands for all.
     n_threads : int, optional
-        Threads for the kernels; `get_num_threads()` without it.
+        Threads for the kernels, 1 to 256; what `get_num_threads` says without it.
+
+    Attributes
+    ----------
+    store : PagedKvStore
+    query_lens : tuple of int
+        One for each sequence.
+    n_rows : int
+        New positions of all sequences together: ``sum(query_lens)``.
 
     Raises
     ------
@@ -75,6 +84,9 @@ cdef class Step:
 
     Notes
     -----
+    ``step.__enter__()`` and `commit` or `rollback` do the same without a ``with`` block. A step is entered once. One
+    that is dropped while it is open is rolled back.
+
     Threads: a step and its caches belong to one thread; other steps on the same store may run at
     the same time. Until it ends, any method that would change one of its caches raises RuntimeError.
 
@@ -129,6 +141,7 @@ cdef class Step:
         free(self.spans)
 
     def __enter__(self):
+        """Take the blocks of all new positions, all or none; returns the step."""
         self.open()
         try:
             self.store.after_change()
@@ -138,6 +151,7 @@ cdef class Step:
         return self
 
     def __exit__(self, exc_type, exc_value, traceback):
+        """`commit`, or after an exception `rollback`; nothing if that was done before."""
         if self.state == OPEN:
             if exc_type is None:
                 self.commit()
@@ -178,7 +192,7 @@ cdef class Step:
 
     @property
     def positions(self):
-        """The position of each new row in its sequence: int64 ``[n_rows]``."""
+        """The position of each new row in its sequence, for rotary embeddings: int64 ``[n_rows]``."""
         self.check_opened()
         cdef Py_ssize_t i
         cdef list starts = [np.arange(self.spans[i].seq_len - self.spans[i].query_len, self.spans[i].seq_len)
@@ -203,6 +217,7 @@ cdef class Step:
         Parameters
         ----------
         layer : int
+            0 to ``n_layers - 1``, in any order.
         k, v : array, float32
             ``[n_rows, width]`` or ``[n_rows, n_kv_heads, head_dim]``: the rows of all sequences, one
             after the other. Writing a layer again replaces its rows. 16-bit rows as for `PagedKvCache.push`.
@@ -212,7 +227,7 @@ cdef class Step:
         IndexError, TypeError, ValueError
             ``layer`` out of range; another dtype or shape.
         RuntimeError
-            The step is not open.
+            The step is not open, or another call on it is running.
         """
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
@@ -242,14 +257,15 @@ cdef class Step:
 
         Returns
         -------
-        out : float32 array ``[n_rows, n_q_heads, v_head_dim]``, or ``(out, lse)``
+        out : float32 array ``[n_rows, n_q_heads, v_head_dim]``
+            Or ``(out, lse)`` with ``return_lse``.
 
         Raises
         ------
-        IndexError, TypeError, ValueError
+        IndexError, TypeError, ValueError, MemoryError
             ``layer`` out of range; arguments as for `paged_attention`.
         RuntimeError
-            The step is not open, or the layer was not written yet.
+            The step is not open, the layer was not written yet, or another call on the step is running.
         """
         cdef Py_ssize_t index = as_index(layer, "layer", self.store.n_layers)
         cdef KvView kv

@@ -1,42 +1,45 @@
-"""PagedKvStore: the bytes of all blocks, for all layers, and who holds them."""
+"""PagedKvStore: blocks of K and V for all layers, and who holds them. Its bytes and books are `BlockStore`'s."""
 
 cimport cython
-cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_rows, as_size, as_step, describe
+from pagedkv._arrays cimport as_ids, as_index, as_size, describe
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
+from pagedkv._store cimport BlockStore
 from pagedkv.allocator cimport BlockAllocator
 
 import sys
-import weakref
-from collections import Counter
 
 import numpy as np
 
-from pagedkv.errors import PagedKvError, PagedStoreExhausted
+from pagedkv.errors import PagedKvError
 from pagedkv.stats import StoreStats
 from pagedkv.viz import BlockMap
 
 cdef Py_ssize_t MAX_SIZE = sys.maxsize
 
 
-@cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
-cdef class PagedKvStore:
-    """Fixed-size blocks of keys and values that many sequences share.
+@cython.no_gc_clear
+cdef class PagedKvStore(BlockStore):
+    """PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, *, n_layers=1, v_head_dim=None, dtype='float32', \
+prefault=False, debug=False)\n--\n
+    Fixed-size blocks of keys and values that many sequences share.
+
+    A sequence (`PagedKvCache`) takes blocks as it grows, and several may hold the same block. Its own methods are
+    for looking at blocks and for callers that hold some without a sequence.
 
     Parameters
     ----------
     block_size : int
-        Rows (positions) a block holds.
+        Rows (positions) a block holds; 16 or 32 suit most models.
     total_blocks : int
         Number of blocks, at most 2**31 - 1.
     n_kv_heads, head_dim : int
-        A K row of one layer is ``n_kv_heads * head_dim`` values.
+        Heads of K and V in a layer, and values of a K head: a K row of one layer is ``n_kv_heads * head_dim`` values.
     n_layers : int, optional
-        Layers that share one block table: block ``i`` has rows in each of them.
+        Layers that share one block table: block ``i`` has rows in each of them. 1 without it.
     v_head_dim : int, optional
-        Width of a V head where it is not ``head_dim``.
+        Values of a V head where they are not ``head_dim``.
     dtype : str or dtype-like, optional
         What a value is stored as: "float32"; "float16" or "bfloat16", half the bytes; or "int8", a
         quarter, with a float32 scale for each row and head. Rows go in and come out as float32 all the same.
@@ -46,16 +49,23 @@ cdef class PagedKvStore:
         Fill blocks with NaN when they are taken and when they are given back, and run `check`
         after every change. Slow; for tests.
 
+    Attributes
+    ----------
+    block_size, n_kv_heads, head_dim, v_head_dim, n_layers : int
+        As given; ``v_head_dim`` is ``head_dim`` where it was not.
+    dtype : str
+        "float32", "float16", "bfloat16" or "int8".
+
     Raises
     ------
     TypeError, ValueError
         A size that is no integer of at least 1, or a dtype that is not supported.
     MemoryError
-        The memory cannot be had.
+        The memory, ``nbytes``, cannot be had.
 
     Notes
     -----
-    Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``.
+    Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``. Garbage collection frees it.
 
     Rounding: to nearest, ties to even. An int8 head is scaled by its greatest magnitude / 127; one
     with a value that is not finite reads as NaN.
@@ -73,14 +83,6 @@ cdef class PagedKvStore:
     >>> store.free_block_count, store.k_width, store.nbytes
     (8, 8, 8192)
     """
-
-    def __cinit__(self):
-        # Until __init__ has run, a store of no blocks, on which every request is refused.
-        self.blocks = BlockAllocator(0)
-        self.k = BlockRows()
-        self.v = BlockRows()
-        self.block_size = 1
-        self.dtype = "float32"
 
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
@@ -114,20 +116,24 @@ cdef class PagedKvStore:
 
     @classmethod
     def from_bytes(cls, budget_bytes, block_size, n_kv_heads, head_dim, *,
-                   n_layers=1, v_head_dim=None, dtype="float32", **options):
+                   n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
         """A store of as many blocks as fit into ``budget_bytes``.
 
         Parameters
         ----------
         budget_bytes : int
-            Bytes for K and V of all layers together.
-        block_size, n_kv_heads, head_dim, n_layers, v_head_dim, dtype, **options
+            Bytes for K and V of all layers together; ``nbytes`` is at most that.
+        block_size, n_kv_heads, head_dim, n_layers, v_head_dim, dtype, prefault, debug
             As for the class.
+
+        Returns
+        -------
+        PagedKvStore
 
         Raises
         ------
-        ValueError
-            Not even one block fits.
+        TypeError, ValueError, MemoryError
+            Not even one block fits; and as the class.
 
         Examples
         --------
@@ -147,18 +153,18 @@ cdef class PagedKvStore:
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
         return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
-                   n_layers=n_layers, v_head_dim=v_head_dim, dtype=dtype, **options)
+                   n_layers=n_layers, v_head_dim=v_head_dim, dtype=dtype, prefault=prefault, debug=debug)
 
     # --- sizes ---
 
     @property
     def total_blocks(self):
-        """Blocks of the store."""
+        """Blocks of the store, free and held."""
         return self.blocks.total
 
     @property
     def free_block_count(self):
-        """Blocks that nobody holds."""
+        """Blocks that nobody holds. What a prefix cache could give up is not among them."""
         return self.blocks.n_free()
 
     @property
@@ -196,47 +202,44 @@ cdef class PagedKvStore:
         offset : int
             Row in the block, 0 to ``block_size - 1``. A row that was not written yet holds anything.
         layer : int, optional
+            0 to ``n_layers - 1``.
 
         Returns
         -------
-        float32, float16 or int8 array, or the bits of bfloat16 as uint16
-            The int8 values of head ``h`` stand for themselves times ``k_scales(id, layer)[offset, h]``.
+        array ``[k_width]``, float32, float16 or int8, or the bits of bfloat16 as uint16
+            Read-only. It shows what is written there later, also by another holder once the block was given back. The
+            int8 values of head ``h`` stand for themselves times ``k_scales(id, layer)[offset, h]``.
 
         Raises
         ------
-        IndexError
-            ``id``, ``offset`` or ``layer`` out of range.
+        TypeError, IndexError
+            ``id``, ``offset`` or ``layer`` is no integer, or out of range.
         ValueError
             Nobody holds the block.
         """
         return self.view(self.k.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
 
     def v_row(self, id, offset, layer=0):
-        """The V row of one position, as a read-only view ``[v_width]``. See `k_row`."""
+        """The V row of one position, as a read-only view ``[v_width]``. Arguments and errors as for `k_row`."""
         return self.view(self.v.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
 
     def k_block(self, id, layer=0):
-        """The K rows of a block, as a read-only view ``[block_size, k_width]``. See `k_row`."""
+        """The K rows of a block, as a read-only view ``[block_size, k_width]``. Arguments and errors as for `k_row`."""
         return self.view(self.k.blocks, id, layer)
 
     def v_block(self, id, layer=0):
-        """The V rows of a block, as a read-only view ``[block_size, v_width]``. See `k_row`."""
+        """The V rows of a block, as a read-only view ``[block_size, v_width]``. Arguments and errors as for `k_row`."""
         return self.view(self.v.blocks, id, layer)
 
     def k_scales(self, id, layer=0):
         """The scales of a block's K rows in an int8 store: a read-only float32 view ``[block_size, n_kv_heads]``.
 
-        Raises
-        ------
-        ValueError
-            The store is not int8; nobody holds the block.
-        IndexError
-            ``id`` or ``layer`` out of range.
+        Arguments and errors as for `k_row`, and a ValueError where the store is not int8.
         """
         return self.view(self.k.scales, id, layer)
 
     def v_scales(self, id, layer=0):
-        """The scales of a block's V rows in an int8 store. See `k_scales`."""
+        """The scales of a block's V rows, float32 ``[block_size, n_kv_heads]``. Arguments and errors as for `k_scales`."""
         return self.view(self.v.scales, id, layer)
 
     cdef object view(self, object blocks, object id, object layer):
@@ -245,12 +248,6 @@ cdef class PagedKvStore:
         if blocks is None:
             raise ValueError(f"dtype: only an int8 store has scales, this one is {self.dtype}")
         return blocks[index, block]
-
-    cdef Py_ssize_t held_id(self, object id, str name) except -1:
-        cdef Py_ssize_t block = as_index(id, name, self.blocks.total)
-        if self.blocks.counts[block] == 0:
-            raise ValueError(f"{name}: expected a block that someone holds, got {block}, which is free")
-        return block
 
     # --- holding ---
 
@@ -270,7 +267,9 @@ cdef class PagedKvStore:
         Raises
         ------
         PagedStoreExhausted
-            Fewer are free. Nothing was changed.
+            Fewer are free, and the store's `PrefixCache` could not give up as many. Nothing was changed.
+        TypeError, ValueError
+            ``n`` is no integer of at least 0.
         """
         cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.total:  # not worth an array of that size
@@ -291,12 +290,17 @@ cdef class PagedKvStore:
         return ids
 
     def retain(self, ids):
-        """Add one holder to each block of ``ids`` (a list, tuple or integer array; repeats count).
+        """Add one holder to each block of ``ids``: the caller, who has to `release` them.
+
+        Parameters
+        ----------
+        ids : list, tuple, range or integer array ``[n]``
+            Blocks that someone holds; one that occurs twice is retained twice.
 
         Raises
         ------
-        IndexError, ValueError
-            An id out of range, or of a block that nobody holds. Nothing was changed.
+        TypeError, IndexError, ValueError
+            No integers; an id out of range, or of a block that nobody holds. Nothing was changed.
         """
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
@@ -311,13 +315,13 @@ cdef class PagedKvStore:
 
         Parameters
         ----------
-        ids : list, tuple or integer array
+        ids : list, tuple, range or integer array ``[n]``
             Blocks that the caller holds; one that occurs twice is given back twice.
 
         Raises
         ------
-        IndexError, ValueError
-            An id out of range, or of a block that has no holder left. Nothing was changed.
+        TypeError, IndexError, ValueError
+            No integers; an id out of range, or of a block that has no holder left. Nothing was changed.
         """
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
@@ -330,7 +334,22 @@ cdef class PagedKvStore:
         self.after_change()
 
     def refcount(self, id):
-        """Holders of a block; 0 for a free one."""
+        """How many hold a block: sequences, a prefix cache, open steps and callers of `acquire` and `retain`.
+
+        Parameters
+        ----------
+        id : int
+
+        Returns
+        -------
+        int
+            0 for a free block.
+
+        Raises
+        ------
+        TypeError, IndexError
+            ``id`` is no integer, or out of range.
+        """
         return self.blocks.counts[as_index(id, "id", self.blocks.total)]
 
     def copy_block(self, src, dst):
@@ -343,8 +362,8 @@ cdef class PagedKvStore:
 
         Raises
         ------
-        IndexError, ValueError
-            An id out of range, a free block, or a ``dst`` with more holders.
+        TypeError, IndexError, ValueError
+            No integer; an id out of range; a free block, or a ``dst`` with more holders.
         """
         cdef Py_ssize_t source = self.held_id(src, "src")
         cdef Py_ssize_t target = self.held_id(dst, "dst")
@@ -355,87 +374,10 @@ cdef class PagedKvStore:
                              f"which has {self.blocks.counts[target]}")
         self.copy_shared_rows(<int32_t>target, <int32_t>source, self.block_size)
 
-    cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
-        if n > self.blocks.n_free() and self.reclaimer is not None:
-            self.reclaim(n)
-        if not self.blocks.take(ids, n):
-            raise self.exhausted(n, held)
-        if self.debug:
-            self.poison(ids, n)
-        return 0
-
-    cdef int reclaim(self, Py_ssize_t n) except -1:
-        """Ask the prefix cache for what is missing to n free blocks; again, where another thread was faster."""
-        prefix = self.reclaimer()
-        while prefix is not None and n > self.blocks.n_free() and prefix.reclaim(n - self.blocks.n_free()):
-            pass
-        return 0
-
-    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
-        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable)
-
-    def _reclaim_from(self, prefix):
-        """For `PrefixCache`: ask ``prefix.reclaim(n)`` before a request is refused. Returns the books of the blocks."""
-        reference = weakref.ref(prefix)
-        with cython.critical_section(self):
-            taken = self.reclaimer is not None and self.reclaimer() is not None
-            if not taken:
-                self.reclaimer = reference
-        if taken:
-            raise ValueError("store: expected one without a prefix cache, got one that has it")
-        return self.blocks
-
-    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
-        cdef Py_ssize_t bad = self.drop(ids, n)
-        if bad >= 0:
-            raise PagedKvError(f"block {ids[bad]} is in a table and has no holder left: "
-                               "someone gave back a reference that was not theirs")
-        return 0
-
-    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        if self.debug:
-            self.poison(ids, n)
-        return self.blocks.give_back(ids, n)
-
-    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t i
-        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
-            self.drop(&ids[i], 1)
-
-    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        """Fill those blocks that nobody holds but who named these ids with NaN."""
-        cdef Py_ssize_t i
-        for block, count in Counter([ids[i] for i in range(n)]).items():
-            if self.blocks.counts[<int32_t>block] == count:
-                self.k.erase_block(block)
-                self.v.erase_block(block)
-
-    # --- bytes ---
-
-    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows):
-        return self.apart(as_step(array, name, self.kind, self.n_layers, rows.n_heads, rows.head_dim))
-
-    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n):
-        return self.apart(as_rows(array, name, self.kind, n_layers, n, rows.n_heads, rows.head_dim))
-
-    cdef cnp.ndarray apart(self, cnp.ndarray rows):
-        """The rows, or a copy where they are a view of this store."""
-        return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
-
-    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
-        cdef BlockRows k = self.k, v = self.v
-        if n * self.step_bytes < NOGIL_FROM:
-            k.copy_block(dst, src, n)
-            v.copy_block(dst, src, n)
-        else:
-            with nogil:
-                k.copy_block(dst, src, n)
-                v.copy_block(dst, src, n)
-
     # --- looking after it ---
 
     def stats(self):
-        """Counters of the store as a frozen `StoreStats`; costs no walk over the blocks."""
+        """Counters of the store as a `StoreStats`; costs no walk over the blocks."""
         cdef BlockAllocator blocks = self.blocks
         cdef Py_ssize_t free = blocks.n_free()
         return StoreStats(
@@ -454,6 +396,10 @@ cdef class PagedKvStore:
         width : int, optional
             Marks in a line, at most 1024. There are up to 32 lines: in a larger store a mark stands for several blocks.
 
+        Returns
+        -------
+        BlockMap
+
         Raises
         ------
         TypeError, ValueError
@@ -464,7 +410,7 @@ cdef class PagedKvStore:
         prefix = self.reclaimer() if self.reclaimer is not None else None
         if prefix is not None:
             prefix.evictable_block_count  # ends the terms that are over
-        return BlockMap.draw(*self.blocks.snapshot(), tables, n_marks)
+        return BlockMap._draw(*self.blocks.snapshot(), tables, n_marks)
 
     def check(self, caches=()):
         """Raise `PagedKvError` if the books do not balance. Walks over every block.
@@ -474,6 +420,13 @@ cdef class PagedKvStore:
         caches : iterable of PagedKvCache, optional
             Sequences of this store: each of their blocks must be held, and by at least as many
             as name it among them.
+
+        Raises
+        ------
+        PagedKvError
+            Says which block is wrong, and how.
+        TypeError, ValueError
+            No caches; sequences of another store.
         """
         cdef list tables = [table for _, table in self.tables_of(caches)]
         fault = self.blocks.fault() or self.blocks.fault_in(tables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import SupportsIndex
 
 from pagedkv._arrays import as_thread_count
 from pagedkv._kernels.parallel import get_limit, set_limit
@@ -14,17 +15,50 @@ def get_num_threads() -> int:
 
     At import this is the environment variable ``PAGEDKV_NUM_THREADS``, or else the number of CPUs
     that the process may use: its affinity, and the quota of its control group where that is less.
+
+    Returns
+    -------
+    int
+        1 to 256.
+
+    Notes
+    -----
+    Threads: may be called from any thread; one number for the process.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> 1 <= pagedkv.get_num_threads() <= 256
+    True
     """
     return get_limit()
 
 
-def set_num_threads(n: int) -> None:
+def set_num_threads(n: SupportsIndex) -> None:
     """Set the number of threads that a call uses when it is not given ``n_threads``, process-wide.
+
+    Parameters
+    ----------
+    n : int
+        1 to 256, the caller's own thread included. Results do not depend on it.
 
     Raises
     ------
     TypeError, ValueError
-        ``n`` is no integer from 1 to 256.
+        ``n`` is no integer from 1 to 256. Nothing was changed.
+
+    Notes
+    -----
+    Threads: may be called from any thread, and holds for all of them. Calls that are running keep theirs.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> before = pagedkv.get_num_threads()
+    >>> pagedkv.set_num_threads(2)
+    >>> pagedkv.get_num_threads()
+    2
+    >>> pagedkv.set_num_threads(before)
     """
     set_limit(as_thread_count(n, "n"))
 

@@ -36,7 +36,7 @@ _PITCH, _SIDE, _LEFT = 11, 10, 120  # of a square, in pixels; and the column of 
 
 @dataclass(frozen=True)
 class BlockMap:
-    """What ``PagedKvStore.block_map()`` returns: a picture of a moment, as text, as SVG, and of itself in a notebook.
+    """What `PagedKvStore.block_map` returns: a picture of a moment, as text, as SVG, and of itself in a notebook.
 
     Attributes
     ----------
@@ -58,6 +58,10 @@ class BlockMap:
         The lines of the map: the id of the first block, and a mark a block.
     sequences : tuple of (str, str)
         The sequences that were asked for: name, and a mark for each block of the table, in order.
+
+    Notes
+    -----
+    Threads: a plain value. Where other threads use the store, what it shows of a block is right, of a moment.
 
     Examples
     --------
@@ -87,7 +91,7 @@ class BlockMap:
     sequences: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def draw(cls, holders: Ids, kinds: Marks, sequences: Sequence[tuple[str, list[int]]], width: int) -> BlockMap:
+    def _draw(cls, holders: Ids, kinds: Marks, sequences: Sequence[tuple[str, list[int]]], width: int) -> BlockMap:
         """The map of blocks with so many `holders`, which to the prefix cache are of these `kinds`, ``[total]`` each.
 
         Lines have up to `width` marks.

@@ -20,6 +20,7 @@ FLOORS = [
     ["errors", "stats", "viz", "_radix"],  # plain values, pictures and a tree of them
     ["_arrays"],  # what the caller gave, checked
     ["allocator", "_rows", "_keys", "threads"],
+    ["_store"],
     ["store", "cpu"],
     ["contiguous", "_table"],
     ["sequence"],

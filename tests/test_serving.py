@@ -155,6 +155,18 @@ def test_namespaces_share_nothing():
     assert [match(prompt, namespace=name) for name in (b"a", b"b", None)] == [0, 11, 11]
 
 
+def test_what_is_refused_changes_nothing():
+    """A request of another scheduler cannot be cancelled, and goes on."""
+    stores = make_stores()
+    scheduler, model = Scheduler(stores), Model(stores)
+    request = scheduler.submit([1, 2], 3)
+    with pytest.raises(ValueError):  # noqa: PT011
+        Scheduler(stores).cancel(request)
+    assert request.finish_reason is None
+    run(scheduler, model)
+    assert request.generated == answer_of([1, 2], 3)
+
+
 def test_cancelling():
     """Waiting, in the middle of its prompt, decoding, ended, twice."""
     stores = make_stores()

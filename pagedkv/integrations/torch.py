@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,14 @@ import torch
 _TENSOR_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@overload
+def as_rows(tensor: torch.Tensor, dtype: Literal["float32"] = "float32") -> npt.NDArray[np.float32]: ...
+@overload
+def as_rows(tensor: torch.Tensor, dtype: Literal["float16"]) -> npt.NDArray[np.float16]: ...
+@overload
+def as_rows(tensor: torch.Tensor, dtype: Literal["bfloat16"]) -> npt.NDArray[np.uint16]: ...
+@overload
+def as_rows(tensor: torch.Tensor, dtype: str) -> npt.NDArray[Any]: ...
 def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
     """A tensor's values as an array that `PagedKvCache.push`, `Step.write` and `paged_attention` take.
 
@@ -29,6 +37,7 @@ def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
     Returns
     -------
     array of the tensor's shape
+        float32, float16, or uint16 for bfloat16.
 
     Raises
     ------
@@ -36,6 +45,10 @@ def as_rows(tensor: torch.Tensor, dtype: str = "float32") -> npt.NDArray[Any]:
         No tensor, or one of integers.
     ValueError
         A tensor on another device, or a dtype that is none of the three.
+
+    Notes
+    -----
+    Threads: may be called from any thread; where the memory is shared, nobody may write into the tensor meanwhile.
 
     Examples
     --------
@@ -67,13 +80,22 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torc
     Parameters
     ----------
     array : float32, float16 or uint16 array
-        uint16 stands for the bits of bfloat16.
+        Of any shape; uint16 stands for the bits of bfloat16.
     dtype : torch.dtype, optional
         That of the tensor; the array's without it.
 
     Returns
     -------
     torch.Tensor of the array's shape
+
+    Raises
+    ------
+    TypeError
+        No array, or one of another dtype.
+
+    Notes
+    -----
+    Threads: may be called from any thread. The tensor of a block shows what is written into the block later.
 
     Examples
     --------

@@ -7,22 +7,23 @@ from types import EllipsisType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv import PagedKvStore, PrefixCache
 
 if TYPE_CHECKING:
+    from pagedkv._keys import Tokens
     from pagedkv.serving.sequences import ModelSequence
 
 
 class ModelPrefixes:
     """A `PrefixCache` in every store of a model. A beginning is known as far as all of them know it.
 
-    Of `ModelStores`, which makes it.
+    `ModelStores` makes it.
 
     Parameters
     ----------
     stores : iterable of PagedKvStore
+        Those of the model, without prefix caches so far.
 
     Attributes
     ----------
@@ -52,14 +53,49 @@ class ModelPrefixes:
     def __init__(self, stores: Iterable[PagedKvStore]) -> None:
         self.caches = tuple(PrefixCache(store) for store in stores)
 
-    def match(self, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> int:
-        """How many of these tokens' positions `attach` would reuse; one at least is left to compute."""
+    def match(self, tokens: Tokens, *, namespace: bytes | None = None) -> int:
+        """How many of these tokens' positions `attach` would reuse; one at least is left to compute.
+
+        Parameters
+        ----------
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids, 0 to 2**63 - 1.
+        namespace : bytes, optional
+            Where to look. None is one of its own.
+
+        Returns
+        -------
+        int
+            0 to ``n - 1``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``tokens`` or ``namespace`` of a wrong kind.
+        """
         return min(cache.match(tokens, namespace=namespace) for cache in self.caches)
 
-    def attach(self, sequence: ModelSequence, tokens: npt.ArrayLike, *, namespace: bytes | None = None) -> int:
+    def attach(self, sequence: ModelSequence, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """Start an empty sequence on the longest beginning of ``tokens`` that is known in all stores.
 
-        Arguments and errors as for `PrefixCache.attach`; returns the number of positions that are reused.
+        Parameters
+        ----------
+        sequence : ModelSequence
+            Holds no blocks. It will have ``seq_len`` positions: what is returned.
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids.
+        namespace : bytes, optional
+            Where to look. None is one of its own.
+
+        Returns
+        -------
+        int
+            Positions reused, 0 to ``n - 1``.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As for `PrefixCache.attach`. The sequence is empty.
         """
         ids = np.asarray(tokens)
         try:
@@ -73,17 +109,41 @@ class ModelPrefixes:
             raise
         return n_reused
 
-    def insert(self, tokens: npt.ArrayLike, sequence: ModelSequence, *, namespace: bytes | None = None) -> None:
+    def insert(self, tokens: Tokens, sequence: ModelSequence, *, namespace: bytes | None = None) -> None:
         """Remember the whole blocks of a sequence whose tokens these are.
 
-        To be called before `ModelSequence.drop_unneeded`: what a window has dropped cannot be remembered.
-        Arguments and errors as for `PrefixCache.insert`.
+        To be called before ``sequence.drop_unneeded()``: what a window has dropped cannot be remembered.
+
+        Parameters
+        ----------
+        tokens : list, tuple, range or integer array ``[n]``
+            What the sequence's positions were computed from.
+        sequence : ModelSequence
+            It may be running, and go on.
+        namespace : bytes, optional
+            Where they can be found again. None is one of its own.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `PrefixCache.insert`.
         """
         ids = np.asarray(tokens)
         for prefix, cache in zip(self.caches, sequence.caches, strict=True):
             prefix.insert(ids, cache, namespace=namespace)
 
     def clear(self, *, namespace: bytes | EllipsisType | None = ...) -> None:
-        """Forget one namespace, or without it all of them."""
+        """Forget one namespace, or all of them. What sequences hold stays theirs.
+
+        Parameters
+        ----------
+        namespace : bytes or None, optional
+            All of them without it; None is one of its own.
+
+        Raises
+        ------
+        TypeError
+            ``namespace`` is no bytes and not None.
+        """
         for cache in self.caches:
             cache.clear(namespace=namespace)

@@ -30,14 +30,28 @@ class Request:
     tokens : list of int
         The prompt, then what was generated.
     n_prompt, max_new_tokens : int
+        Tokens of the prompt, and the most that are generated.
     stop_tokens : collection of int
+        End it.
     namespace : bytes or None
+        In which it shares.
     sequence : ModelSequence
         The K/V of the tokens that are computed so far.
     n_reused : int
         Positions that it started on when it was admitted last.
     finish_reason : None, "stop", "length" or "cancelled"
         None as long as it waits or runs.
+
+    Notes
+    -----
+    Threads: belongs to its scheduler's thread.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
+    >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
+    >>> scheduler.submit([5, 6, 7], max_new_tokens=4)
+    Request(0, 3+0 tokens, 3 pending)
     """
 
     def __init__(
@@ -76,11 +90,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass computes: rows of all requests, one after the other.
+    """What one forward pass computes: rows of all requests, one after the other. `Scheduler.step` makes it.
 
     Attributes
     ----------
     requests : tuple of Request
+        Whose rows they are, in order.
     query_lens : tuple of int
         Rows of each; 1 for those that decode.
     token_ids, positions : list of int
@@ -89,6 +104,18 @@ class Batch:
         Those that get a token from this pass, since it computes the last of what they have.
     asking_rows : list of int
         The rows whose logits say it.
+
+    Notes
+    -----
+    Threads: belongs to its scheduler's thread.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import Batch, LayerShape, ModelStores, Scheduler
+    >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
+    >>> batch = Batch.of([(scheduler.submit([5, 6, 7], max_new_tokens=4), 2)])
+    >>> batch.token_ids, batch.positions, batch.asking           # the third token is left for the next pass
+    ([5, 6], [0, 1], ())
     """
 
     requests: tuple[Request, ...]
@@ -100,7 +127,22 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Request, int]]) -> Batch:
-        """The next so many tokens of each request."""
+        """The next so many tokens of each request.
+
+        Parameters
+        ----------
+        rows : iterable of (Request, int)
+            Requests, and how many of their pending tokens.
+
+        Returns
+        -------
+        Batch
+
+        Raises
+        ------
+        TypeError
+            No such pairs.
+        """
         rows = tuple(rows)
         token_ids: list[int] = []
         positions: list[int] = []
@@ -118,7 +160,29 @@ class Batch:
 
 @dataclass
 class SchedulerCounts:
-    """What a scheduler has done since its construction, in positions and requests."""
+    """What a scheduler has done since its construction.
+
+    Attributes
+    ----------
+    positions_computed : int
+        Rows that went through the model.
+    positions_reused : int
+        Positions that requests started on.
+    sent_back : int
+        Times that a request had to give its blocks back and wait again.
+    most_running : int
+        The most requests that ran at once.
+
+    Notes
+    -----
+    Threads: belongs to its scheduler's thread.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
+    >>> Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8)).counts
+    SchedulerCounts(positions_computed=0, positions_reused=0, sent_back=0, most_running=0)
+    """
 
     positions_computed: int = 0
     positions_reused: int = 0
@@ -143,10 +207,31 @@ class Scheduler:
     Attributes
     ----------
     counts : SchedulerCounts
+        What it has done so far.
+
+    Raises
+    ------
+    ValueError
+        ``max_running`` or ``prefill_rows`` is no integer of at least 1.
 
     Notes
     -----
     Threads: belongs to one thread at a time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
+    >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
+    >>> def compute(batch, running):
+    ...     rows = np.ones((running.n_rows, 1, 4), np.float32)              # stands for the model
+    ...     running.write(0, rows, rows)
+    ...     return [9] * len(batch.asking)
+    >>> request = scheduler.submit([5, 6, 7], max_new_tokens=2)
+    >>> while not scheduler.is_idle:
+    ...     ended = scheduler.step(compute)
+    >>> request.generated, request.finish_reason
+    ([9, 9], 'length')
     """
 
     def __init__(
@@ -181,7 +266,18 @@ class Scheduler:
         return not self._queue and not self._running
 
     def check_fits(self, n_prompt: int, max_new_tokens: int) -> None:
-        """ValueError if a request of this size is empty, or larger than the stores."""
+        """Refuses a request that is empty, or larger than the stores.
+
+        Parameters
+        ----------
+        n_prompt, max_new_tokens : int
+            Tokens that it has, and the most that it may get.
+
+        Raises
+        ------
+        ValueError
+            It could not run even if it were alone.
+        """
         if n_prompt < 1 or max_new_tokens < 1:
             raise ValueError(
                 f"expected a prompt of a token or more and room for new ones, got {n_prompt} and {max_new_tokens}"
@@ -209,9 +305,15 @@ class Scheduler:
         prompt : sequence of int
             Token ids, one or more.
         max_new_tokens : int
+            1 or more.
         stop_tokens : collection of int, optional
+            Token ids.
         namespace : bytes, optional
             Shares with requests of the same namespace only, as in `PrefixCache`.
+
+        Returns
+        -------
+        Request
 
         Raises
         ------
@@ -262,7 +364,18 @@ class Scheduler:
         return list(batch.asking)
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it is. One that has ended stays as it is."""
+        """End a request now, wherever it is. One that has ended stays as it is.
+
+        Parameters
+        ----------
+        request : Request
+            What `submit` returned.
+
+        Raises
+        ------
+        ValueError
+            A request of another scheduler.
+        """
         if request.finish_reason is None:
             self._end(request, "cancelled")
 
@@ -368,8 +481,8 @@ class Scheduler:
         return True
 
     def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:
-        request.finish_reason = reason
         (self._running if request in self._running else self._queue).remove(request)
+        request.finish_reason = reason
         request.sequence.release()
         self._admits = True
 

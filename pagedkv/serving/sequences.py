@@ -16,9 +16,24 @@ from pagedkv.serving.stores import LayerGroup, ModelStores
 class ModelSequence:
     """The K/V of one sequence: a `PagedKvCache` in every store of a model.
 
+    Parameters
+    ----------
+    stores : ModelStores
+        Those of the model.
+    caches : list of PagedKvCache, optional
+        One for each store, in the order of ``stores.groups``; new ones without it.
+
     Notes
     -----
     Threads: belongs to one thread at a time, as its caches do.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelSequence, ModelStores
+    >>> stores = ModelStores([LayerShape(None, 1, 4), LayerShape(8, 1, 4)], total_blocks=8)
+    >>> sequence = ModelSequence(stores)
+    >>> sequence.seq_len, len(sequence.caches)
+    (0, 2)
     """
 
     stores: ModelStores
@@ -38,22 +53,53 @@ class ModelSequence:
         return ModelSequence(self.stores, [cache.clone() for cache in self.caches])
 
     def can_truncate_to(self, n_positions: int) -> bool:
-        """Whether all that a query from there on can see is still held."""
+        """Whether all that a query from there on can see is still held.
+
+        Parameters
+        ----------
+        n_positions : int
+            Positions that are left.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
         return n_positions <= self.seq_len and all(
             cache.first_position <= group.first_needed(n_positions) for group, cache in self._places()
         )
 
     def truncate(self, n_positions: int) -> None:
-        """Cuts the caches that are longer than ``n_positions``."""
+        """Cuts the caches that are longer.
+
+        Parameters
+        ----------
+        n_positions : int
+            Positions that are left.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As for `PagedKvCache.truncate`.
+        """
         for group, cache in self._places():
             if cache.seq_len > n_positions:
                 cache.truncate(group.store, n_positions)
 
     def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
-        """Takes the blocks of ``n_new`` positions in every store, or none.
+        """Takes the blocks of so many positions in every store, or none.
 
-        Who grows by ``chunk`` positions at a time and drops what is left behind needs no more than a window
-        and a chunk where there is a window.
+        Parameters
+        ----------
+        n_new : int
+            Positions beyond ``seq_len``.
+        chunk : int, optional
+            Who grows by that many at a time and drops what is left behind needs no more than a window and a chunk
+            where there is a window.
 
         Raises
         ------
@@ -94,15 +140,16 @@ class ForwardPass:
     Parameters
     ----------
     stores : ModelStores
+        Those of the model.
     sequences : sequence of ModelSequence
-        Each once.
+        The batch, in the order of its rows; each once.
     query_lens : sequence of int
         New positions of each.
 
     Attributes
     ----------
     n_rows : int
-        ``sum(query_lens)``
+        New positions of all sequences together: ``sum(query_lens)``.
     written : set of int
         The layers that are written.
 
@@ -114,6 +161,19 @@ class ForwardPass:
     Notes
     -----
     Threads: as a `Step`. While it is open, other uses of its sequences raise RuntimeError.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv.serving import ForwardPass, LayerShape, ModelSequence, ModelStores
+    >>> stores = ModelStores([LayerShape(None, 1, 4), LayerShape(8, 1, 4)], total_blocks=8)
+    >>> sequence, rows = ModelSequence(stores), np.ones((3, 1, 4), np.float32)
+    >>> with ForwardPass(stores, [sequence], [3]) as running:
+    ...     for layer in range(stores.n_layers):
+    ...         running.write(layer, rows, rows)
+    ...         attended = running.attend(layer, rows)
+    >>> sequence.seq_len
+    3
     """
 
     def __init__(self, stores: ModelStores, sequences: Sequence[ModelSequence], query_lens: Sequence[int]) -> None:
@@ -149,13 +209,46 @@ class ForwardPass:
         return len(self.written) == self.stores.n_layers
 
     def write(self, layer: int, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None:
-        """The new rows of one layer, by the model's number: ``[n_rows, n_kv_heads, head_dim]``, as `Step.write`."""
+        """Puts the new rows of one layer into its store, as `Step.write`.
+
+        Parameters
+        ----------
+        layer : int
+            By the model's number.
+        k, v : array, float32
+            ``[n_rows, n_kv_heads, head_dim]``, or flat.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError, RuntimeError
+            As for `Step.write`.
+        """
         number, index = self.stores.place_of(layer)
         self._steps[number].write(index, k, v)
         self.written.add(layer)
 
     def attend(self, layer: int, q: npt.NDArray[Any], **options: Any) -> npt.NDArray[Any]:
-        """`Step.attend` of one layer. Its window is that of the layer's shape unless another is given."""
+        """Attention of the new rows of one layer, as `Step.attend`.
+
+        Parameters
+        ----------
+        layer : int
+            By the model's number.
+        q : array, float32
+            ``[n_rows, n_q_heads, head_dim]``.
+        **options
+            As for `Step.attend`. ``window`` is that of the layer's shape unless another is given.
+
+        Returns
+        -------
+        out : float32 array ``[n_rows, n_q_heads, v_head_dim]``
+            Or ``(out, lse)`` with ``return_lse``.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError, RuntimeError
+            As for `Step.attend`.
+        """
         number, index = self.stores.place_of(layer)
         options.setdefault("window", self.stores.groups[number].window)
         attended: npt.NDArray[Any] = self._steps[number].attend(index, q, **options)

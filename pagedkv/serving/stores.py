@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from pagedkv import PagedKvStore
 from pagedkv.serving.prefixes import ModelPrefixes
+
+if TYPE_CHECKING:
+    from pagedkv._arrays import _DType
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,19 @@ class LayerShape:
     window : int or None
         How many positions a query of the layer sees, itself included; None: all.
     n_kv_heads, head_dim : int
+        Heads of K and V, and values of a K head.
     v_head_dim : int or None
-        None: ``head_dim``.
+        Values of a V head; None: ``head_dim``.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape
+    >>> LayerShape(window=512, n_kv_heads=1, head_dim=256) == LayerShape(512, 1, 256)
+    True
     """
 
     window: int | None
@@ -36,14 +49,27 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers of one shape, and the store of their K/V.
+    """The layers of one shape, and the store of their K/V. `ModelStores` makes it.
 
     Attributes
     ----------
     shape : LayerShape
+        What these layers have in common.
     layers : tuple of int
         The model's numbers of these layers; the store counts them from 0 in this order.
     store : PagedKvStore
+        Of all of them.
+
+    Notes
+    -----
+    Threads: a plain value, but for its store.
+
+    Examples
+    --------
+    >>> from pagedkv.serving import LayerShape, ModelStores
+    >>> [group] = ModelStores([LayerShape(8, n_kv_heads=1, head_dim=4)] * 3, total_blocks=4).groups
+    >>> group.layers, group.window, group.first_needed(20)
+    ((0, 1, 2), 8, 13)
     """
 
     shape: LayerShape
@@ -56,11 +82,44 @@ class LayerGroup:
         return self.shape.window
 
     def first_needed(self, seq_len: int) -> int:
-        """The first position that queries from position ``seq_len`` on can see."""
+        """The first position that queries from position ``seq_len`` on can see.
+
+        Parameters
+        ----------
+        seq_len : int
+            Positions of the sequence so far.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
         return 0 if self.window is None else max(0, seq_len + 1 - self.window)
 
     def at_once(self, n_new: int, chunk: int) -> int:
-        """How many of ``n_new`` positions are held at once by who grows by ``chunk`` and drops what is left behind."""
+        """How many new positions are held at once by who grows in pieces and drops what is left behind.
+
+        Parameters
+        ----------
+        n_new : int
+            Positions that are to come.
+        chunk : int
+            Positions of a piece.
+
+        Returns
+        -------
+        int
+            At most ``n_new``.
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
         return n_new if self.window is None else min(n_new, self.window + chunk)
 
     @property
@@ -89,14 +148,15 @@ class ModelStores:
         Blocks of each store: ``ceil(positions / block_size)`` for every sequence that is not shared.
     block_size : int, optional
         Positions of a block.
-    dtype : optional
-        That of `PagedKvStore`.
+    dtype : str or dtype-like, optional
+        That of `PagedKvStore`: "float32", "float16", "bfloat16" or "int8".
     debug : bool, optional
         As for `PagedKvStore`.
 
     Attributes
     ----------
     groups : tuple of LayerGroup
+        The layers of each kind, their window, and their `PagedKvStore`.
     prefixes : ModelPrefixes
         What is known of token ids in these stores.
 
@@ -124,7 +184,7 @@ class ModelStores:
         total_blocks: int,
         *,
         block_size: int = 16,
-        dtype: npt.DTypeLike = "float32",
+        dtype: _DType = "float32",
         debug: bool = False,
     ) -> None:
         shapes = tuple(shapes)
@@ -154,10 +214,12 @@ class ModelStores:
 
     @property
     def n_layers(self) -> int:
+        """Layers of the model."""
         return len(self._place)
 
     @property
     def block_size(self) -> int:
+        """Positions of a block."""
         return self.groups[0].store.block_size
 
     @property
@@ -176,14 +238,46 @@ class ModelStores:
         return sum(group.nbytes_held for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """The number of a layer's group, and the layer's number in that group's store."""
+        """The number of a layer's group, and the layer's number in that group's store.
+
+        Parameters
+        ----------
+        layer : int
+            0 to ``n_layers - 1``, as the model counts.
+
+        Returns
+        -------
+        tuple of int
+            An index into ``groups``, and the ``layer`` of its store.
+
+        Raises
+        ------
+        IndexError
+            ``layer`` out of range.
+        """
         return self._place[layer]
 
     def group_of(self, layer: int) -> LayerGroup:
+        """The group that a layer belongs to. Arguments and errors as for `place_of`."""
         return self.groups[self._place[layer][0]]
 
     def blocks_for(self, n_positions: int) -> int:
-        """Blocks of a store that ``n_positions`` take at most; a window makes it fewer."""
+        """Blocks of a store that so many positions take at most; a window makes it fewer.
+
+        Parameters
+        ----------
+        n_positions : int
+            Of one sequence.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError
+            No number.
+        """
         return -(-n_positions // self.block_size)
 
     def __repr__(self) -> str:

@@ -30,8 +30,19 @@ class TokenEvent:
     request : int
         The prompt that it continues, by its number.
     token : int
+        Its id.
     finish_reason : None, "stop" or "length"
         Set with a request's last token: it is a stop token, or there are as many as were asked for.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> from pagedkv.integrations.transformers import TokenEvent
+    >>> TokenEvent(request=3, token=42, finish_reason=None).token
+    42
     """
 
     request: int

@@ -340,6 +340,11 @@ class PagedCache(Cache):
     stores : PagedStores
         Those of the model that it is used with.
 
+    Attributes
+    ----------
+    stores : PagedStores
+        As given.
+
     Raises
     ------
     TypeError
@@ -393,20 +398,58 @@ class PagedCache(Cache):
         self._batch.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was. Costs no blocks."""
+        """Row ``i`` becomes what row ``beam_idx[i]`` was. Costs no blocks.
+
+        Parameters
+        ----------
+        beam_idx : torch.Tensor of integers ``[n]``
+            Rows of the batch.
+
+        Raises
+        ------
+        IndexError
+            A row that is not there.
+        """
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows, in this order; one may occur several times."""
+        """The batch becomes these rows, in this order.
+
+        Parameters
+        ----------
+        indices : torch.Tensor of integers ``[n]``, or of bool ``[batch]``
+            Rows of the batch; one may occur several times. The others give their blocks back.
+
+        Raises
+        ------
+        IndexError
+            A row that is not there.
+        """
         if self._batch.size:
             self._batch.select(torch.arange(self._batch.size)[indices].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times. Costs no blocks."""
+        """Each row ``repeats`` times, one after the other. Costs no blocks.
+
+        Parameters
+        ----------
+        repeats : int
+            1 or more.
+
+        Raises
+        ------
+        TypeError
+            No integer.
+        """
         self._batch.select([row for row in range(self._batch.size) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last ``-tokens_to_remove`` positions back, and gives back what the windows have left behind.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            0, or below 0: how many positions of every row.
 
         Raises
         ------

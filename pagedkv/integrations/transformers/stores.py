@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from pagedkv.serving import LayerShape, ModelStores
+
+if TYPE_CHECKING:
+    from pagedkv._arrays import _DType
 
 
 def layer_shapes(config: PretrainedConfig) -> list[LayerShape]:
@@ -60,10 +63,15 @@ class PagedStores(ModelStores):
     Attributes
     ----------
     groups : tuple of LayerGroup
+        The layers of each kind, their window, and their `PagedKvStore`.
     prefixes : ModelPrefixes
         What is known of token ids in these stores.
     config : PretrainedConfig
-    block_size, total_blocks, n_layers : int
+        That of the decoder.
+    block_size, total_blocks : int
+        Of each store.
+    n_layers : int
+        Layers of the model.
 
     Raises
     ------
@@ -73,7 +81,7 @@ class PagedStores(ModelStores):
 
     Notes
     -----
-    Threads: as a store. A `PagedCache` belongs to one thread at a time.
+    Threads: as a `PagedKvStore`, any number of them. A `PagedCache` belongs to one thread at a time.
 
     Examples
     --------
@@ -92,7 +100,7 @@ class PagedStores(ModelStores):
         total_blocks: int,
         *,
         block_size: int = 16,
-        dtype: npt.DTypeLike = "float32",
+        dtype: _DType = "float32",
         debug: bool = False,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
@@ -104,7 +112,20 @@ class PagedStores(ModelStores):
         super().__init__(layer_shapes(self.config), total_blocks, block_size=block_size, dtype=dtype, debug=debug)
 
     def check_rows(self, layer: int, k_shape: Sequence[int], v_shape: Sequence[int]) -> None:
-        """Refuses K and V ``[batch, heads, positions, head_dim]`` that are not of a layer's shape."""
+        """Refuses K and V that are not of a layer's shape.
+
+        Parameters
+        ----------
+        layer : int
+            0 to ``n_layers - 1``, as the model counts.
+        k_shape, v_shape : sequence of int
+            Expected are ``[batch, n_kv_heads, positions, head_dim]``, and ``v_head_dim``.
+
+        Raises
+        ------
+        ValueError
+            Another shape, or a layer that is not there: the cache of another model.
+        """
         if not 0 <= layer < self.n_layers:
             raise ValueError(f"layer_idx: expected 0 to {self.n_layers - 1}, got {layer}: another model's cache?")
         if self.config.num_hidden_layers != self.n_layers:

@@ -1,0 +1,45 @@
+cimport numpy as cnp
+from libc.stdint cimport int32_t
+
+from pagedkv._rows cimport BlockRows
+from pagedkv.allocator cimport BlockAllocator
+
+# Below this, releasing the GIL costs more than the copy it would let others overlap with.
+cdef enum:
+    NOGIL_FROM = 64 << 10
+
+
+cdef class BlockStore:
+    cdef object __weakref__
+    cdef readonly Py_ssize_t block_size, n_layers, n_kv_heads, head_dim, v_head_dim
+    cdef BlockAllocator blocks
+    cdef readonly str dtype
+    cdef int kind                       # the same, as SIMD_F32 ...
+    cdef BlockRows k
+    cdef BlockRows v
+    cdef Py_ssize_t step_bytes          # K and V of one position, all layers
+    cdef bint debug
+    cdef Py_ssize_t copies_on_write
+    cdef object reclaimer               # a weak reference to the prefix cache, or None
+
+    # n blocks into ids, or PagedStoreExhausted with nothing changed. `held`: what the asking sequences hold already.
+    cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1
+    # Called before anything is changed, with nothing locked: it may evict. The error tells what was asked in vain.
+    cdef int reclaim(self, Py_ssize_t n) except -1
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held)
+    # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
+    # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
+    # One holder less for each id that has one: the way out when nothing may be raised.
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
+    # What a caller gave, checked: one row a layer of K or of V, and n rows of each of n_layers. TypeError or ValueError
+    # names it. Rows that lie in the store's own memory are copied, so that no move overlaps itself.
+    cdef cnp.ndarray apart(self, cnp.ndarray rows)
+    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows)
+    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n)
+    # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
+
+    cdef Py_ssize_t held_id(self, object id, str name) except -1
+    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept

@@ -1,0 +1,115 @@
+"""BlockStore: the bytes of all blocks and who holds them, at C level. What `PagedKvStore` makes public.
+
+Everything here trusts its arguments, but for what a caller gave as rows, and for ids that have no holder left.
+"""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t
+
+from pagedkv._arrays cimport as_index, as_rows, as_step
+from pagedkv._rows cimport BlockRows
+from pagedkv.allocator cimport BlockAllocator
+
+import weakref
+from collections import Counter
+
+from pagedkv.errors import PagedKvError, PagedStoreExhausted
+
+
+@cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
+cdef class BlockStore:
+    """What `PagedKvStore` makes public."""
+
+    def __cinit__(self):
+        # Until __init__ has run, a store of no blocks, on which every request is refused.
+        self.blocks = BlockAllocator(0)
+        self.k = BlockRows()
+        self.v = BlockRows()
+        self.block_size = 1
+        self.dtype = "float32"
+
+    cdef Py_ssize_t held_id(self, object id, str name) except -1:
+        cdef Py_ssize_t block = as_index(id, name, self.blocks.total)
+        if self.blocks.counts[block] == 0:
+            raise ValueError(f"{name}: expected a block that someone holds, got {block}, which is free")
+        return block
+
+    # --- holders ---
+
+    cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
+        if n > self.blocks.n_free() and self.reclaimer is not None:
+            self.reclaim(n)
+        if not self.blocks.take(ids, n):
+            raise self.exhausted(n, held)
+        if self.debug:
+            self.poison(ids, n)
+        return 0
+
+    cdef int reclaim(self, Py_ssize_t n) except -1:
+        """Ask the prefix cache for what is missing to n free blocks; again, where another thread was faster."""
+        prefix = self.reclaimer()
+        while prefix is not None and n > self.blocks.n_free() and prefix.reclaim(n - self.blocks.n_free()):
+            pass
+        return 0
+
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable)
+
+    def _reclaim_from(self, prefix):
+        """For `PrefixCache`: ask ``prefix.reclaim(n)`` before a request is refused. Returns the books of the blocks."""
+        reference = weakref.ref(prefix)
+        with cython.critical_section(self):
+            taken = self.reclaimer is not None and self.reclaimer() is not None
+            if not taken:
+                self.reclaimer = reference
+        if taken:
+            raise ValueError("store: expected one without a prefix cache, got one that has it")
+        return self.blocks
+
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
+        cdef Py_ssize_t bad = self.drop(ids, n)
+        if bad >= 0:
+            raise PagedKvError(f"block {ids[bad]} is in a table and has no holder left: "
+                               "someone gave back a reference that was not theirs")
+        return 0
+
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        if self.debug:
+            self.poison(ids, n)
+        return self.blocks.give_back(ids, n)
+
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
+            self.drop(&ids[i], 1)
+
+    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """Fill those blocks that nobody holds but who named these ids with NaN."""
+        cdef Py_ssize_t i
+        for block, count in Counter([ids[i] for i in range(n)]).items():
+            if self.blocks.counts[<int32_t>block] == count:
+                self.k.erase_block(block)
+                self.v.erase_block(block)
+
+    # --- bytes ---
+
+    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows):
+        return self.apart(as_step(array, name, self.kind, self.n_layers, rows.n_heads, rows.head_dim))
+
+    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n):
+        return self.apart(as_rows(array, name, self.kind, n_layers, n, rows.n_heads, rows.head_dim))
+
+    cdef cnp.ndarray apart(self, cnp.ndarray rows):
+        """The rows, or a copy where they are a view of this store."""
+        return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
+
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        cdef BlockRows k = self.k, v = self.v
+        if n * self.step_bytes < NOGIL_FROM:
+            k.copy_block(dst, src, n)
+            v.copy_block(dst, src, n)
+        else:
+            with nogil:
+                k.copy_block(dst, src, n)
+                v.copy_block(dst, src, n)

@@ -1,0 +1,439 @@
+"""Every public name, used as a user would, with the types that a checker sees.
+
+`mypy --strict` reads this file: `assert_type` says what a result is, and ``# type: ignore[code]`` marks a line that
+must be an error, since an ignore of nothing is one itself. test_typing.py runs it: what is right for the checker works,
+and what is an error for it raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pagedkv
+
+if TYPE_CHECKING:
+    from typing_extensions import assert_type
+else:
+
+    def assert_type(value: Any, kind: Any) -> Any:
+        """Of Python 3.11."""
+        return value
+
+
+Floats = npt.NDArray[np.float32]
+Stored = npt.NDArray[np.float32 | np.float16 | np.int8 | np.uint16]
+
+
+def ones(*shape: int) -> Floats:
+    return np.ones(shape, np.float32)
+
+
+def make_store(**options: Any) -> pagedkv.PagedKvStore:
+    return pagedkv.PagedKvStore(4, 16, 2, 8, **options)
+
+
+# --- the store ----------------------------------------------------------------------------------------
+
+
+def example_store() -> None:
+    store = pagedkv.PagedKvStore(
+        block_size=4,
+        total_blocks=16,
+        n_kv_heads=2,
+        head_dim=8,
+        n_layers=2,
+        v_head_dim=4,
+        dtype="float32",
+        prefault=False,
+        debug=False,
+    )
+    assert_type(store.block_size, int)
+    assert_type(store.total_blocks, int)
+    assert_type(store.free_block_count, int)
+    assert_type(store.n_layers, int)
+    assert_type(store.n_kv_heads, int)
+    assert_type(store.head_dim, int)
+    assert_type(store.v_head_dim, int)
+    assert_type(store.k_width, int)
+    assert_type(store.v_width, int)
+    assert_type(store.nbytes, int)
+    assert_type(store.dtype, Literal["float32", "float16", "bfloat16", "int8"])
+    with pytest.raises(AttributeError):
+        store.total_blocks = 5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        pagedkv.PagedKvStore(4, 16, 2, 8, 2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        pagedkv.PagedKvStore(4, 16, 2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        pagedkv.PagedKvStore(4.0, 16, 2, 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype"):
+        pagedkv.PagedKvStore(4, 16, 2, 8, dtype=np.float64)  # type: ignore[arg-type]
+
+
+def example_dtypes() -> None:
+    name: str = "bfloat16"  # of a command line, say
+    for store in (
+        pagedkv.PagedKvStore(4, 16, 2, 8, dtype=name),
+        pagedkv.PagedKvStore(4, 16, 2, 8, dtype=np.float16),
+        pagedkv.PagedKvStore(4, 16, 2, 8, dtype=np.dtype(np.int8)),
+    ):
+        again = pagedkv.PagedKvStore(4, 16, 2, 8, dtype=store.dtype)
+        assert again.dtype == store.dtype
+
+
+def example_blocks() -> None:
+    store = pagedkv.PagedKvStore.from_bytes(
+        1 << 16, 4, 2, 8, n_layers=1, v_head_dim=None, dtype="int8", prefault=False, debug=False
+    )
+    assert_type(store, pagedkv.PagedKvStore)
+    ids = assert_type(store.acquire(3), list[int])
+    assert_type(store.acquire(), list[int])
+    store.retain(ids)
+    store.release(tuple(ids))
+    store.release(np.array(ids))
+    [first, second] = store.acquire(np.int64(2))
+    store.retain(range(first, first + 1))
+    assert_type(store.refcount(first), int)
+    store.copy_block(first, second)
+    assert_type(store.k_row(first, 0), Stored)
+    assert_type(store.v_row(first, 0, layer=0), Stored)
+    assert_type(store.k_block(first), Stored)
+    assert_type(store.v_block(first, 0), Stored)
+    assert_type(store.k_scales(first), Floats)
+    assert_type(store.v_scales(first, layer=0), Floats)
+    with pytest.raises(TypeError):
+        store.release([0.5])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        store.retain(np.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        pagedkv.PagedKvStore.from_bytes(1 << 16, 4, 2, 8, prefautl=True)  # type: ignore[call-arg]
+
+
+def example_looking() -> None:
+    store, cache = make_store(), pagedkv.PagedKvCache()
+    cache.append_contiguous(store, ones(6, 16), ones(6, 16), 6)
+    stats = assert_type(store.stats(), pagedkv.StoreStats)
+    assert_type(stats.held_blocks + stats.copies_on_write, int)
+    total, *_ = stats
+    assert_type(total, int)
+    blocks = assert_type(store.block_map({"a": cache}, width=32), pagedkv.BlockMap)
+    assert_type(store.block_map([cache]), pagedkv.BlockMap)
+    assert_type(blocks.text, str)
+    assert_type(blocks.svg, str)
+    assert_type(blocks.summary, str)
+    assert_type(blocks.free, int)
+    assert_type(blocks.rows, tuple[tuple[str, str], ...])
+    store.check()
+    store.check([cache])
+    with pytest.raises(AttributeError):
+        stats.held_blocks = 0  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        blocks.free = 0  # type: ignore[misc]
+
+
+# --- sequences ----------------------------------------------------------------------------------------
+
+
+def example_cache() -> None:
+    store, cache = make_store(), pagedkv.PagedKvCache()
+    assert_type(cache.store, pagedkv.PagedKvStore | None)
+    cache.push(store, ones(16), ones(2, 8))
+    cache.append_contiguous(store, memoryview(bytearray(5 * 16 * 4)).cast("f", (5, 16)), ones(5, 2, 8), 5)
+    assert_type(cache.seq_len, int)
+    assert_type(cache.capacity, int)
+    assert_type(cache.first_position, int)
+    assert_type(cache.block_table, npt.NDArray[np.int32])
+    assert_type(cache.blocks_needed_for(store, 9), int)
+    cache.reserve(store, 9)
+    assert_type(cache.can_truncate_to(4), bool)
+    fork = assert_type(cache.clone(), pagedkv.PagedKvCache)
+    fork.clone_from(cache)
+    assert_type(copy.copy(cache), pagedkv.PagedKvCache)
+    assert_type(copy.deepcopy(cache), pagedkv.PagedKvCache)
+    contiguous = assert_type(cache.to_contiguous(store, layer=0), pagedkv.KvCache)
+    assert_type(cache.to_contiguous(store, out=contiguous), pagedkv.KvCache)
+    fork.truncate(store, 5)
+    fork.drop_before(store, 4)
+    fork.release(store)
+    ids = store.acquire(2)
+    fork.adopt_blocks(ids, seq_len=8, block_size=4, store=store)
+    with pytest.raises(TypeError):
+        cache.push(store, [1.0] * 16, [1.0] * 16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        cache.push(store, np.ones(16), np.ones(16))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        cache.push(ones(16), ones(16))  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        cache.to_contiguous(store, 0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        cache.release()  # type: ignore[call-arg]
+
+
+def example_narrow_rows() -> None:
+    halves, bits = np.ones(16, np.float16), np.ones(16, np.uint16)
+    pagedkv.PagedKvCache().push(make_store(dtype="float16"), halves, halves)
+    pagedkv.PagedKvCache().push(make_store(dtype="bfloat16"), bits, bits)
+
+
+def example_contiguous() -> None:
+    cache = pagedkv.KvCache(2, 8, v_head_dim=4)
+    cache.push(ones(16), ones(2, 4))
+    cache.extend(ones(3, 16), ones(3, 2, 4))
+    assert_type(cache.k, Floats)
+    assert_type(cache.v, Floats)
+    assert_type(cache.seq_len, int)
+    assert_type(cache.n_kv_heads, int)
+    assert_type(cache.head_dim, int)
+    assert_type(cache.v_head_dim, int)
+    assert_type(cache.allocated_bytes, int)
+    assert_type(cache.is_within_planned_capacity, bool)
+    cache.truncate(2)
+    cache.clear()
+    assert_type(pagedkv.KvCache.with_capacity(2, 8, 100, v_head_dim=None), pagedkv.KvCache)
+    pool = pagedkv.KvBlockPool(block_size=4, total_blocks=8)
+    pooled = assert_type(pagedkv.KvCache.with_pool(2, 8, pool, 10), pagedkv.KvCache)
+    assert_type(pool.free_blocks + pool.held + pool.block_size + pool.total_blocks, int)
+    pool.resize(9)
+    pooled.release_to_pool()
+    halves = np.ones(16, np.float16)
+    with pytest.raises(TypeError):
+        cache.push(halves, ones(8))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        pagedkv.KvCache.with_pool(2, 8, 100)  # type: ignore[call-arg, arg-type]
+
+
+# --- attention and steps --------------------------------------------------------------------------------
+
+
+def example_attention() -> None:
+    store, cache = make_store(), pagedkv.PagedKvCache()
+    cache.append_contiguous(store, ones(6, 16), ones(6, 16), 6)
+    q, flag = ones(2, 4, 8), bool(store.n_layers)
+    assert_type(pagedkv.paged_attention(q[:1], store, cache), Floats)
+    out = assert_type(
+        pagedkv.paged_attention(
+            q,
+            store,
+            [cache],
+            layer=0,
+            query_lens=[2],
+            scale=np.float32(0.5),
+            window=4,
+            softcap=30.0,
+            sinks=ones(4),
+            alibi_slopes=ones(4),
+            causal=True,
+            out=ones(2, 4, 8),
+            n_threads=1,
+        ),
+        Floats,
+    )
+    both = pagedkv.paged_attention(q, store, (cache for _ in range(2)), query_lens=np.array([1, 1]), return_lse=True)
+    assert_type(both, tuple[Floats, Floats])
+    either = pagedkv.paged_attention(q, store, [cache], query_lens=2, return_lse=flag)
+    assert_type(either, Floats | tuple[Floats, Floats])
+
+    contiguous = cache.to_contiguous(store)
+    assert_type(pagedkv.attention(q, contiguous.k, contiguous.v, window=3, out=out), Floats)
+    out, lse = pagedkv.attention(q, ones(6, 2, 8), ones(6, 2, 8), causal=False, return_lse=True)
+    assert_type(lse, Floats)
+    with pytest.raises(TypeError):
+        pagedkv.paged_attention(np.ones((1, 4, 8)), store, cache)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        pagedkv.paged_attention(q[:1], store, cache, 0)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        pagedkv.attention(q, contiguous, contiguous)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        pagedkv.attention(q, contiguous.k, contiguous.v, out=np.ones((2, 4, 8)))  # type: ignore[arg-type]
+
+
+def example_step() -> None:
+    store, caches = make_store(n_layers=2), [pagedkv.PagedKvCache(), pagedkv.PagedKvCache()]
+    with pagedkv.Step(store, caches, [3, 1], n_threads=1) as step:
+        assert_type(step, pagedkv.Step)
+        assert_type(step.positions, npt.NDArray[np.int64])
+        assert_type(step.query_lens, tuple[int, ...])
+        assert_type(step.seq_lens, tuple[int, ...])
+        assert_type(step.n_rows, int)
+        assert_type(step.new_blocks, int)
+        assert_type(step.store, pagedkv.PagedKvStore)
+        for layer in range(2):
+            step.write(layer, ones(4, 16), ones(4, 2, 8))
+            assert_type(step.attend(layer, ones(4, 4, 8), scale=0.5, window=3, out=ones(4, 4, 8)), Floats)
+        _, lse = step.attend(1, ones(4, 4, 8), return_lse=True)
+        assert_type(lse, Floats)
+    opened = pagedkv.Step(store, caches[0], np.int64(1)).__enter__()
+    assert_type(opened.rollback(), None)
+    opened = pagedkv.Step(store, iter(caches)).__enter__()
+    for layer in range(2):
+        opened.write(layer, ones(2, 16), ones(2, 16))
+    assert_type(opened.commit(), None)
+    with pytest.raises(TypeError):
+        pagedkv.Step(store, [store])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        pagedkv.Step(store, caches, "11")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        opened.write(0, [[1.0]], [[1.0]])  # type: ignore[arg-type]
+
+
+def example_reorder() -> None:
+    store, beams = make_store(), [pagedkv.PagedKvCache() for _ in range(2)]
+    pagedkv.reorder(store, beams, [1, 1])
+    pagedkv.reorder(store, tuple(beams), np.array([0, 0]))
+    with pytest.raises(TypeError):
+        pagedkv.reorder(store, beams, [0.0, 1.0])  # type: ignore[list-item]
+
+
+# --- prefixes and admission -----------------------------------------------------------------------------
+
+
+def example_prefixes() -> None:
+    store, cache = make_store(), pagedkv.PagedKvCache()
+    prefixes = pagedkv.PrefixCache(store, clock=lambda: 0.0)
+    cache.append_contiguous(store, ones(9, 16), ones(9, 16), 9)
+    assert_type(prefixes.insert(range(9), cache, namespace=b"a", priority=1, ttl=60.0), int)
+    assert_type(prefixes.match([*range(8), 99], namespace=b"a"), int)
+    blocks = assert_type(prefixes.match_blocks(np.arange(9), namespace=b"a"), npt.NDArray[np.int32])
+    assert_type(prefixes.attach(pagedkv.PagedKvCache(), (1, 2, 3)), int)
+    assert_type(prefixes.is_evictable(blocks[0]), bool)
+    assert_type(prefixes.evictable_block_count, int)
+    assert_type(prefixes.store, pagedkv.PagedKvStore)
+    assert_type(prefixes.stats(), pagedkv.PrefixStats)
+    assert_type(prefixes.stats().hit_tokens, int)
+    assert_type(prefixes.evict(1), int)
+    assert_type(prefixes.reclaim(1), int)
+    assert_type(prefixes.clear(namespace=b"a") + prefixes.clear(namespace=None) + prefixes.clear(), int)
+    prefixes.check()
+    with pytest.raises(TypeError):
+        prefixes.match("a prompt")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="integers"):
+        prefixes.match(np.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        prefixes.match([1, 2], namespace="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        prefixes.match([1, 2], b"a")  # type: ignore[call-arg]
+
+
+def example_admission() -> None:
+    store = make_store()
+    prefixes = pagedkv.PrefixCache(store)
+    room = assert_type(pagedkv.room_for(store, pagedkv.PagedKvCache(), prefix=prefixes), pagedkv.Room)
+    assert_type(room.now + room.with_eviction + room.ever, int)
+    waiting = [
+        pagedkv.Waiting(tokens=[1, 2, 3], n_positions=3, n_most=30, namespace=b"a"),
+        pagedkv.Waiting(cache=pagedkv.PagedKvCache()),
+    ]
+    plan = pagedkv.plan_admission(store, iter(waiting), prefix=prefixes, keep_free=1, overtake=True)
+    assert_type(plan, list[pagedkv.Admission])
+    assert_type(plan[0].verdict, Literal["now", "evict", "wait", "never"])
+    assert_type(plan[0].n_blocks + plan[0].n_reused, int)
+    assert_type(plan[0].can_start, bool)
+    assert not [one for one in plan if one.verdict == "later"]  # type: ignore[comparison-overlap]
+    with pytest.raises(AttributeError):
+        waiting[0].n_most = 5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        pagedkv.plan_admission(store, [[1, 2, 3]])  # type: ignore[list-item]
+
+
+def example_serving() -> None:
+    from pagedkv.serving import Batch, ForwardPass, LayerShape, ModelSequence, ModelStores, Request, Scheduler
+
+    stores = ModelStores([LayerShape(None, 2, 8), LayerShape(window=8, n_kv_heads=2, head_dim=8)], 32, block_size=4)
+    assert_type(stores.groups[0].store, pagedkv.PagedKvStore)
+    assert_type(stores.prefixes.match([1, 2, 3]), int)
+    assert_type(ModelSequence(stores).seq_len, int)
+
+    def compute(batch: Batch, running: ForwardPass) -> list[int]:
+        assert_type(batch.token_ids, list[int])
+        for layer in range(stores.n_layers):
+            running.write(layer, ones(running.n_rows, 16), ones(running.n_rows, 16))
+            assert running.attend(layer, ones(running.n_rows, 4, 8)).dtype == np.float32
+        return [5 for _ in batch.asking]
+
+    scheduler = Scheduler(stores, max_running=2)
+    request = assert_type(scheduler.submit([1, 2, 3], 2, stop_tokens={7}, namespace=b"a"), Request)
+    while not scheduler.is_idle:
+        assert_type(scheduler.step(compute), list[Request])
+    assert_type(request.generated, list[int])
+    assert_type(request.finish_reason, Literal["stop", "length", "cancelled"] | None)
+    with pytest.raises(TypeError):
+        ModelStores([LayerShape(None, 2, 8)])  # type: ignore[call-arg]
+
+
+# --- errors, threads, the machine -----------------------------------------------------------------------
+
+
+def example_errors() -> None:
+    with pytest.raises(pagedkv.PagedStoreExhausted) as full:
+        make_store().acquire(99)
+    assert_type(full.value.needed + full.value.free + full.value.total + full.value.held + full.value.evictable, int)
+    assert_type(full.value.can_ever_fit, bool)
+    with pytest.raises(pagedkv.KvPoolExhausted) as spent:
+        pagedkv.KvCache.with_pool(2, 8, pagedkv.KvBlockPool(4, 1), 100)
+    assert_type(spent.value.needed + spent.value.free + spent.value.total, int)
+    base: type[pagedkv.PagedKvError] = pagedkv.PagedStoreExhausted
+    assert issubclass(pagedkv.KvPoolExhausted, pagedkv.PagedKvError)
+    assert issubclass(base, Exception)
+    with pytest.raises(AttributeError):
+        spent.value.can_ever_fit  # type: ignore[attr-defined]  # noqa: B018
+
+
+def example_threads() -> None:
+    before = assert_type(pagedkv.get_num_threads(), int)
+    pagedkv.set_num_threads(1)
+    pagedkv.set_num_threads(before)
+    info = assert_type(pagedkv.cpu_info(), pagedkv.CpuInfo)
+    assert_type(info.simd + info.huge_pages, str)
+    assert_type(info.available + info.features, tuple[str, ...])
+    assert_type(info.usable_cpus + info.num_threads, int)
+    assert_type(pagedkv.__version__, str)
+    with pytest.raises(TypeError):
+        pagedkv.set_num_threads("2")  # type: ignore[arg-type]
+
+
+# --- integrations: checked with or without what they integrate, run with it ---------------------------------
+
+
+def example_torch() -> None:
+    torch = pytest.importorskip("torch")
+    from pagedkv.integrations.torch import as_rows, as_tensor
+
+    tensor = torch.ones(2, 4, 8)
+    assert_type(as_rows(tensor), Floats)
+    assert_type(as_rows(tensor, "float16"), npt.NDArray[np.float16])
+    assert_type(as_rows(tensor, dtype="bfloat16"), npt.NDArray[np.uint16])
+    assert pagedkv.attention(as_rows(tensor), ones(6, 16), ones(6, 16)).shape == (2, 4, 8)
+    assert as_tensor(ones(2, 3)).shape == (2, 3)
+    with pytest.raises(TypeError):
+        as_tensor([1.0])  # type: ignore[arg-type]
+
+
+def example_transformers() -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from pagedkv.integrations.transformers import PagedCache, PagedStores, TokenEvent, generate_batch
+
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    stores = PagedStores(model, total_blocks=64, block_size=4, dtype="float32", debug=False)
+    assert_type(stores.free_block_count + stores.nbytes_held + stores.blocks_for(9), int)
+    assert_type(stores.groups[0].store, pagedkv.PagedKvStore)
+    assert_type(stores.groups[0].window, int | None)
+    cache = PagedCache(stores)
+    assert_type(cache.clone(), PagedCache)
+    assert_type(cache.stores, PagedStores)
+    events = generate_batch(model, [[1, 2, 3], np.array([4, 5])], stores=stores, max_new_tokens=2, seed=1)
+    assert_type(events, Iterator[TokenEvent])
+    for event in events:
+        assert_type(event.request + event.token, int)
+        assert_type(event.finish_reason, Literal["stop", "length"] | None)
+    with pytest.raises(TypeError):
+        PagedCache(model, 64)  # type: ignore[call-arg]
