@@ -12,7 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted, PrefixCache, Step, Waiting, plan_admission, room_for
+from pagedkv import (
+    PagedKvCache,
+    PagedKvStore,
+    PagedStoreExhausted,
+    PrefixCache,
+    Step,
+    Waiting,
+    plan_admission,
+    room_for,
+)
 from pagedkv.demo.config import Config
 from pagedkv.demo.model import F32, Attend
 
@@ -193,9 +202,12 @@ class SequenceKv:
 
     def can_reserve(self, n_new: int) -> bool:
         """Whether `reserve` would find the blocks."""
-        places = zip(self._kv.groups, self.caches, strict=True)
-        asked = ((group, Waiting(n_positions=cache.seq_len + group.at_once(n_new), cache=cache)) for group, cache in places)
-        return all(plan_admission(group.store, [it], prefix=group.prefix)[0].can_start for group, it in asked)
+        for group, cache in zip(self._kv.groups, self.caches, strict=True):
+            asked = Waiting(n_positions=cache.seq_len + group.at_once(n_new), cache=cache)
+            [answer] = plan_admission(group.store, [asked], prefix=group.prefix)
+            if not answer.can_start:
+                return False
+        return True
 
     def reserve(self, n_new: int) -> None:
         """Takes the blocks of `n_new` positions, in a windowed store those of a window. All or nothing.
