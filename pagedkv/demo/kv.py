@@ -188,7 +188,6 @@ class SequenceKv:
             if group.prefix is not None:
                 group.prefix.attach(cache, tokens[: n_positions + 1])
         self.truncate(min(cache.seq_len for cache in self.caches))
-        self.drop_unneeded()
         return self._n_whole_blocks()
 
     def remember(self, tokens: Sequence[int]) -> None:
