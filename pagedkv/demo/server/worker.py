@@ -200,20 +200,20 @@ class Worker:
         if request.is_done and not job.text.stopped:
             text += job.text.finish()
         finish = "stop" if at_end or job.text.stopped else "length" if request.is_done else None
-        if text or finish:
-            job.emit(Piece(text, finish))
         if finish:
             self._mean_seconds += 0.1 * (now - job.submitted - self._mean_seconds)
-            self._end(job, finish)
+            self._end(job, finish, Piece(text, finish))
+        elif text:
+            job.emit(Piece(text, None))
 
-    def _end(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
-        """Ends a job that has not ended, wherever it is."""
+    def _end(self, job: Job, outcome: str, last: Piece | ApiError | None = None) -> None:
+        """Ends a job that has not ended, wherever it is. When the client hears of it, its blocks are free."""
         if job not in self._open:
             return
         if job.request is not None:
             self._scheduler.finish(job.request)
             self._job_of.pop(job.request, None)
-        self._open.discard(job)
         self._metrics.requests[outcome].inc()
-        if error is not None:
-            job.emit(error)
+        self._open.discard(job)
+        if last is not None:
+            job.emit(last)
