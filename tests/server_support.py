@@ -8,6 +8,14 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
+
+pytest.importorskip("gguf", reason="needs openai and the extras: pip install pagedkv[demo,serve]")
+pytest.importorskip("starlette", reason="needs openai and the extras: pip install pagedkv[demo,serve]")
+pytest.importorskip("uvicorn", reason="needs openai and the extras: pip install pagedkv[demo,serve]")
+pytest.importorskip("prometheus_client", reason="needs openai and the extras: pip install pagedkv[demo,serve]")
+pytest.importorskip("openai", reason="needs openai and the extras: pip install pagedkv[demo,serve]")
+
 import openai
 from demo_support import SHAPE, metadata
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,8 +45,8 @@ def serving(model, *, n_blocks=512, max_queue=128):
     kv = ModelKv(model.config, 4, n_blocks, remembers=True)
     scheduler = Scheduler(kv)
     metrics = Metrics(kv, scheduler)
-    gate = Gate(model)
-    worker = Worker(Engine(gate, kv, scheduler, TOKENIZER.stop_tokens), scheduler, TOKENIZER.stop_tokens, metrics, max_queue)
+    gate, stops = Gate(model), TOKENIZER.stop_tokens
+    worker = Worker(Engine(gate, kv, scheduler, stops), scheduler, stops, metrics, max_queue)
     service = Service(MODEL, model.config.context_length, 16, TOKENIZER, scheduler, worker, metrics)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -116,11 +124,12 @@ def text_alone(model, prompt, n):
     return (text_of(generated), "length") if end is None else (text_of(generated[:end]), "stop")
 
 
-def post(served, body, path="/v1/completions", method="POST", headers=None):
+def post(served, body, path="/v1/completions", method="POST"):
     """Status, headers and what the JSON of the answer says, for a body that no client library would send."""
     connection = http.client.HTTPConnection(*served.address, timeout=30)
+    raw = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
     try:
-        connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body), headers or {})
+        connection.request(method, path, raw)
         answer = connection.getresponse()
         return answer.status, answer.headers, json.loads(answer.read())
     finally:

@@ -196,9 +196,7 @@ def test_everyone_gets_their_own_tokens(model, arrivals, block_size, spare, pref
     """Whoever comes, shares, is sent back or given up, over stores that remember."""
     texts = [tokens(n_common) + tokens(n_own, seed=n_own % 3) for n_common, n_own, *_ in arrivals]
     largest = max(-(-(len(text) + case[2]) // block_size) for text, case in zip(texts, arrivals, strict=True))
-    served = server(
-        model, block_size=block_size, n_blocks=largest + spare, prefill_rows=prefill_rows, remembers=True
-    )
+    served = server(model, block_size=block_size, n_blocks=largest + spare, prefill_rows=prefill_rows, remembers=True)
     requests, given_up, now = [], {}, 0
     for text, (_, _, n_new, pause, patience) in zip(texts, arrivals, strict=True):
         requests.append(served.scheduler.submit(text, n_new))

@@ -1,15 +1,11 @@
 """The HTTP server with OpenAI's own client: answers, streams, many at once, and clients that are killed."""
 
 import asyncio
+import http.client
 import json
 import math
 
 import pytest
-
-for package in ("gguf", "starlette", "uvicorn", "prometheus_client", "openai"):
-    pytest.importorskip(package, reason="needs openai and the extras: pip install pagedkv[demo,serve] openai")
-
-import openai
 from server_support import (
     MODEL,
     TOKENIZER,
@@ -19,6 +15,7 @@ from server_support import (
     load_long,
     metrics_of,
     open_stream,
+    openai,
     outcomes,
     post,
     serving,
@@ -433,8 +430,6 @@ def test_metrics_while_it_computes(served):
 
 
 def test_metrics_in_the_format_that_is_asked_for(served):
-    import http.client
-
     connection = http.client.HTTPConnection(*served.address, timeout=30)
     connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     answer = connection.getresponse()
