@@ -24,7 +24,7 @@ from serving_support import alone, load
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.kv import ModelKv
 from pagedkv.demo.scheduler import Scheduler
-from pagedkv.demo.server.app import Service
+from pagedkv.demo.server.completion import Service
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.run import Server
 from pagedkv.demo.server.worker import Worker

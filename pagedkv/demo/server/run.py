@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 
@@ -12,7 +13,8 @@ from pagedkv.demo.engine import Engine
 from pagedkv.demo.errors import DemoError
 from pagedkv.demo.loading import ModelFile, make_stores, say
 from pagedkv.demo.scheduler import Scheduler
-from pagedkv.demo.server.app import Service, make_app
+from pagedkv.demo.server.app import make_app
+from pagedkv.demo.server.completion import Service
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.worker import Worker
 
@@ -85,7 +87,8 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if os.name == "posix":  # an old connection must not keep the port; elsewhere this would take it from others
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except BaseException:
             listener.close()

@@ -168,6 +168,9 @@ class Worker:
             job.request = self._scheduler.submit(job.prompt, job.max_tokens, job.choose)
         except RequestRefused as error:
             self._end(job, "refused", bad_request("prompt", str(error)))
+        except Exception:
+            _log.exception("a request cannot be queued")
+            self._end(job, "failed", engine_failed())
         else:
             self._job_of[job.request] = job
 
