@@ -105,9 +105,11 @@ def test_several_choices_share_their_prompt(served, model):
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) == 3
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (31, 24)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert served.scheduler.counts.positions_shared == 2 * 28
     same = complete(served, prompt, n=3, max_tokens=8, temperature=1, seed=4)
     assert [choice.text for choice in same.choices] == [choice.text for choice in answer.choices]
+    assert same.usage.prompt_tokens_details.cached_tokens == 28
     greedy = complete(served, prompt, n=2, max_tokens=8)
     assert {choice.text for choice in greedy.choices} == {text_alone(model, prompt, 8)[0]}
 
@@ -345,14 +347,13 @@ def test_a_step_that_fails_ends_its_requests_and_the_server_goes_on(served, mode
 
 def test_who_waits_is_not_ended_by_a_failure(model):
     """The second does not fit beside the first."""
-    with serving(model, n_blocks=12) as served:
-        served.gate.close()
-        first = open_stream(served, [5] * 40, max_tokens=4)
-        wait_until(lambda: served.gate.n_held_up)
-        second = open_stream(served, [6] * 40, max_tokens=4)
-        wait_until(lambda: len(served.worker._open) == 2)
+    with serving(model, n_blocks=60) as served:
+        served.gate.seconds = 0.01
+        first = open_stream(served, [5] * 40, max_tokens=150)
+        wait_until(lambda: served.scheduler.n_running)
+        second = open_stream(served, [6] * 210, max_tokens=4)
+        wait_until(lambda: served.scheduler.n_waiting)
         served.gate.failures = 1
-        served.gate.open()
         all_given_back(served)
         first.close()
         second.close()

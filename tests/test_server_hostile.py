@@ -24,12 +24,17 @@ def served(model):
         yield served
 
 
+@pytest.fixture(scope="module")
+def expected(model):
+    return text_alone(model, PROMPT, 5)[0]
+
+
 @pytest.fixture(autouse=True)
-def others_are_served_on(served, model):
+def others_are_served_on(served, expected):
     yield
     status, _, answer = post(served, {"prompt": PROMPT, "temperature": 0, "max_tokens": 5})
     assert status == 200
-    assert answer["choices"][0]["text"] == text_alone(model, PROMPT, 5)[0]
+    assert answer["choices"][0]["text"] == expected
     all_given_back(served)
 
 
