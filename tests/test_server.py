@@ -109,7 +109,7 @@ def test_several_choices_share_their_prompt(served, model):
     assert served.scheduler.counts.positions_shared == 2 * 28
     same = complete(served, prompt, n=3, max_tokens=8, temperature=1, seed=4)
     assert [choice.text for choice in same.choices] == [choice.text for choice in answer.choices]
-    assert same.usage.prompt_tokens_details.cached_tokens == 28
+    assert same.usage.prompt_tokens_details.cached_tokens == 30
     greedy = complete(served, prompt, n=2, max_tokens=8)
     assert {choice.text for choice in greedy.choices} == {text_alone(model, prompt, 8)[0]}
 
