@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import math
+import sys
 
 import pytest
 from server_support import (
@@ -358,6 +359,26 @@ def test_who_waits_is_not_ended_by_a_failure(model):
         first.close()
         second.close()
         assert outcomes(served) == {"failed": 1, "length": 1}
+
+
+def test_a_request_that_cannot_be_queued_ends_alone(served, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(served.scheduler, "submit", lambda *arguments: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="the engine failed"):
+            complete(served)
+    assert complete(served).usage.prompt_tokens == 3
+    assert outcomes(served) == {"failed": 1, "length": 1}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_has_ended_is_503(served, monkeypatch):
+    """Nobody waits for what will never come."""
+    monkeypatch.setattr(served.scheduler, "plan", sys.exit)
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError) as refused:
+            complete(served)
+        assert refused.value.status_code == 503
+    assert post(served, None, "/health", "GET")[0] == 503
 
 
 def test_stopping_ends_what_is_served_with_503(model):

@@ -27,10 +27,10 @@ def path(tmp_path_factory):
 
 
 @contextmanager
-def server(*options):
+def server(*options, **popen):
     """The process, and its address as it says it."""
     command = [sys.executable, "-m", "pagedkv", "demo", "--serve", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
     try:
         line = process.stdout.readline()
         match = re.fullmatch(r"serving (\S+) on (http://127\.0\.0\.1:\d+/v1)\n", line)
@@ -66,6 +66,16 @@ def test_a_signal_ends_it_while_it_streams(path, number, code, line):
     assert process.returncode == code
     assert err.splitlines()[-1] == line
     assert "Traceback" not in err
+
+
+@signals
+def test_ctrl_c_where_a_shell_has_it_ignored(path):
+    """As for a job in the background of a script."""
+    with server("--model", path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "interrupted; all blocks were given back"
 
 
 @signals

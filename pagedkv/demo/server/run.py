@@ -42,14 +42,19 @@ def run(options: argparse.Namespace) -> int:
             metrics=metrics,
         )
         del file  # the quantised bytes
-        # The server repeats a signal when it has ended: this one has then been heard.
-        before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+        # The server repeats a signal when it has ended. SIGTERM has then been heard; a background process may have
+        # been started without Ctrl-C, which ends the server all the same.
+        before = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: None),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        }
         try:
             Server(service, f"{service.model_id} on {_url(listener)}").run(sockets=[listener])
         finally:
             worker.stop()
             worker.join()
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     say("ended; all blocks were given back")
     return 0
 
