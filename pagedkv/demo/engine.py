@@ -27,7 +27,7 @@ class Work:
 
 
 class Engine:
-    """Decodes greedily whatever its scheduler has been given.
+    """Computes whatever its scheduler has been given.
 
     Attributes
     ----------
@@ -60,6 +60,8 @@ class Engine:
                 if not self._scheduler.send_back():
                     raise
         self.peak_bytes = max(self.peak_bytes, self._kv.bytes_held)
+        for request, _ in batch:
+            request.kv.remember(request.tokens)
         for request, token in new_tokens:
             request.tokens.append(token)
             if token in self._stop_tokens or len(request.generated) == request.max_tokens:
@@ -88,5 +90,5 @@ class Engine:
                 asking.append(request)
         with self._kv.forward_pass([request.kv for request, _ in batch], query_lens) as attend:
             hidden: F32 = self._model.forward(tokens, np.concatenate(positions), attend)
-            best = self._model.logits(hidden[last_rows]).argmax(axis=-1) if asking else []
-        return [(request, int(token)) for request, token in zip(asking, best, strict=True)]
+            logits = self._model.logits(hidden[last_rows]) if asking else ()
+            return [(request, request.choose(row)) for request, row in zip(asking, logits, strict=True)]

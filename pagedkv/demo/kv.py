@@ -12,18 +12,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted, Step, Waiting, plan_admission, room_for
+from pagedkv import (
+    PagedKvCache,
+    PagedKvStore,
+    PagedStoreExhausted,
+    PrefixCache,
+    Step,
+    Waiting,
+    plan_admission,
+    room_for,
+)
 from pagedkv.demo.config import Config
 from pagedkv.demo.model import F32, Attend
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers with one window (None: they see everything), and the store of their K/V."""
+    """The layers with one window (None: they see everything), the store of their K/V, and what it remembers."""
 
     window: int | None
     layers: tuple[int, ...]
     store: PagedKvStore
+    prefix: PrefixCache | None
 
     def first_needed(self, seq_len: int) -> int:
         """The first position that the queries from position `seq_len` on can see."""
@@ -51,9 +61,13 @@ class ModelKv:
         Of each store. A block costs memory from its first use on.
     dtype
         What the stores hold K/V as.
+    remembers
+        Whether blocks stay known when the sequence that computed them has ended, as long as nobody needs their room.
     """
 
-    def __init__(self, config: Config, block_size: int, n_blocks: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, config: Config, block_size: int, n_blocks: int, dtype: str = "float32", *, remembers: bool = False
+    ) -> None:
         self.block_size = block_size
         self.n_blocks = n_blocks
         self.attention_seconds = 0.0
@@ -67,7 +81,7 @@ class ModelKv:
             store = PagedKvStore(
                 block_size, n_blocks, *heads, v_head_dim=config.v_head_dim, n_layers=len(layers), dtype=dtype
             )
-            self.groups.append(LayerGroup(window, layers, store))
+            self.groups.append(LayerGroup(window, layers, store, PrefixCache(store) if remembers else None))
 
     @property
     def bytes_held(self) -> int:
@@ -90,6 +104,16 @@ class ModelKv:
     def could_hold(self, n_positions: int) -> bool:
         """Whether a sequence could ever be that long, if it were alone."""
         return all(room_for(group.store).ever >= n_positions for group in self.groups)
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """How many positions at the beginning of `tokens` every store remembers."""
+        return min(0 if group.prefix is None else group.prefix.match(tokens) for group in self.groups)
+
+    def forget(self) -> None:
+        """Gives back the blocks that no sequence holds."""
+        for group in self.groups:
+            if group.prefix is not None:
+                group.prefix.clear()
 
     @contextmanager
     def forward_pass(self, sequences: Sequence[SequenceKv], query_lens: Sequence[int]) -> Iterator[Attend]:
@@ -130,6 +154,7 @@ class SequenceKv:
 
     def __init__(self, kv: ModelKv) -> None:
         self._kv = kv
+        self._n_remembered = 0  # blocks
         self.caches = [PagedKvCache() for _ in kv.groups]
 
     @property
@@ -149,22 +174,39 @@ class SequenceKv:
 
         A clone that is cut back, rather than `adopt_blocks`: what the lender's windows have dropped is not asked for.
         """
-        n_blocks = 0
         for group, cache, lenders in zip(self._kv.groups, self.caches, lender.caches, strict=True):
             cache.clone_from(lenders)
             cache.truncate(group.store, n_positions)
-            n_blocks += (n_positions - cache.first_position) // self._kv.block_size
-        return n_blocks
+        return self._n_whole_blocks()
+
+    def attach(self, tokens: Sequence[int], n_positions: int) -> int:
+        """Starts on `n_positions` that `ModelKv.match` has found; returns how many blocks that shares.
+
+        It may be fewer positions: one that ends inside a block needs a copy, and there may be no block for it.
+        """
+        for group, cache in zip(self._kv.groups, self.caches, strict=True):
+            if group.prefix is not None:
+                group.prefix.attach(cache, tokens[: n_positions + 1])
+        self.truncate(min(cache.seq_len for cache in self.caches))
+        return self._n_whole_blocks()
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Lets others start on the whole blocks that are computed, also when this sequence has ended."""
+        n_blocks = self.seq_len // self._kv.block_size
+        if n_blocks > self._n_remembered:
+            for group, cache in zip(self._kv.groups, self.caches, strict=True):
+                if group.prefix is not None:
+                    group.prefix.insert(tokens[: self.seq_len], cache)
+            self._n_remembered = n_blocks
 
     def can_reserve(self, n_new: int) -> bool:
         """Whether `reserve` would find the blocks."""
-        places = zip(self._kv.groups, self.caches, strict=True)
-        return all(
-            plan_admission(group.store, [Waiting(n_positions=cache.seq_len + group.at_once(n_new), cache=cache)])[
-                0
-            ].can_start
-            for group, cache in places
-        )
+        for group, cache in zip(self._kv.groups, self.caches, strict=True):
+            asked = Waiting(n_positions=cache.seq_len + group.at_once(n_new), cache=cache)
+            [answer] = plan_admission(group.store, [asked], prefix=group.prefix)
+            if not answer.can_start:
+                return False
+        return True
 
     def reserve(self, n_new: int) -> None:
         """Takes the blocks of `n_new` positions, in a windowed store those of a window. All or nothing.
@@ -194,5 +236,9 @@ class SequenceKv:
 
     def release(self) -> None:
         """Gives every block back."""
+        self._n_remembered = 0
         for group, cache in zip(self._kv.groups, self.caches, strict=True):
             cache.release(group.store)
+
+    def _n_whole_blocks(self) -> int:
+        return sum((cache.seq_len - cache.first_position) // self._kv.block_size for cache in self.caches)

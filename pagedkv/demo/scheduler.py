@@ -1,7 +1,8 @@
 """Who computes what next: continuous batching over a fixed number of blocks.
 
 Requests wait in a queue, run, and end. A request is admitted when the store has the blocks of its
-prompt, and gives back everything when it ends. Running requests take further blocks as they grow;
+prompt beyond what a running request lends or the stores remember, and gives back everything when it ends.
+Running requests take further blocks as they grow;
 when there are none left, the one that was admitted last goes back to the head of the queue and
 will compute its K/V again. The oldest is never sent back, and `submit` refuses what would not fit
 even alone: so everything that is submitted ends.
@@ -10,11 +11,13 @@ even alone: so everything that is submitted ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagedkv.demo.errors import RequestRefused
 from pagedkv.demo.kv import ModelKv, SequenceKv
+from pagedkv.demo.model import F32
+from pagedkv.demo.sampling import greedy
 
 
 class Request:
@@ -28,13 +31,21 @@ class Request:
         How many tokens are generated at most.
     kv : SequenceKv
         The K/V of the tokens that are computed so far.
+    choose : callable
+        Finds the next token from its logits, [vocabulary].
+    n_known : int or None
+        Positions that needed no computing when it was first admitted.
     is_done : bool
     """
 
-    def __init__(self, prompt: Sequence[int], max_tokens: int, kv: SequenceKv) -> None:
+    def __init__(
+        self, prompt: Sequence[int], max_tokens: int, kv: SequenceKv, choose: Callable[[F32], int] = greedy
+    ) -> None:
         self.tokens = list(prompt)
         self.max_tokens = max_tokens
         self.kv = kv
+        self.choose = choose
+        self.n_known: int | None = None
         self.is_done = False
         self._n_prompt = len(prompt)
 
@@ -54,6 +65,7 @@ class SchedulerCounts:
 
     blocks_shared: int = 0
     positions_shared: int = 0
+    positions_to_compute: int = 0
     sent_back: int = 0
     most_running: int = 0
 
@@ -66,7 +78,8 @@ class Scheduler:
     kv
         The stores.
     share
-        Whether a request starts on the blocks of a running one that begins with the same tokens.
+        Whether a request starts on the blocks of a running one that begins with the same tokens, or on what the
+        stores remember.
     prefill_rows
         Tokens of prompts that one step computes at most, beside those that decode.
     """
@@ -80,8 +93,15 @@ class Scheduler:
         self._running: list[Request] = []
         self._admits = True
 
-    def submit(self, prompt: Sequence[int], max_tokens: int) -> Request:
+    def submit(self, prompt: Sequence[int], max_tokens: int, choose: Callable[[F32], int] = greedy) -> Request:
         """Queues a request. `RequestRefused` if the stores could not hold it even alone."""
+        self.check(prompt, max_tokens)
+        request = Request(prompt, max_tokens, SequenceKv(self._kv), choose)
+        self._queue.append(request)
+        return request
+
+    def check(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """`RequestRefused` if the stores could not hold such a request even alone. Any thread may ask."""
         if not prompt:
             raise RequestRefused("the prompt has no tokens")
         # The last token that is generated is never computed itself.
@@ -91,14 +111,19 @@ class Scheduler:
                 f"{len(prompt)} prompt tokens and {max_tokens} new ones need {self._kv.blocks_for(n_positions)} blocks"
                 f" of {self._kv.block_size}, the store has {self._kv.n_blocks}"
             )
-        request = Request(prompt, max_tokens, SequenceKv(self._kv))
-        self._queue.append(request)
-        return request
 
     @property
     def running(self) -> tuple[Request, ...]:
         """In the order of admission."""
         return tuple(self._running)
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._queue)
 
     @property
     def is_idle(self) -> bool:
@@ -137,35 +162,44 @@ class Scheduler:
         return True
 
     def finish(self, request: Request) -> None:
-        """Ends a running request and gives its blocks back."""
+        """Ends a request and gives its blocks back, whether it runs, waits or has ended before."""
+        if request.is_done:
+            return
         request.is_done = True
         request.kv.release()
-        self._running.remove(request)
+        (self._running if request in self._running else self._queue).remove(request)
         self._admits = True
 
     def close(self) -> None:
-        """Drops all requests; every block is free again."""
+        """Drops all requests and what is remembered; every block is free again."""
         for request in self._running:
             request.kv.release()
         self._running.clear()
         self._queue.clear()
+        self._kv.forget()
 
     def _admit(self) -> None:
         for request in list(self._queue) if self._admits else []:
             lender, n_shared = self._find_lender(request) if self._share else (None, 0)
+            n_known = self._kv.match(request.tokens) if self._share else 0
             n_blocks = 0
-            if lender is not None:
-                if n_shared > lender.kv.seq_len:
-                    continue  # the lender is about to compute it: look again after the step
+            if lender is None or n_known >= n_shared:
+                n_blocks = request.kv.attach(request.tokens, n_known) if n_known else 0
+            elif n_shared > lender.kv.seq_len:
+                continue  # the lender is about to compute it: look again after the step
+            else:
                 n_blocks = request.kv.borrow(lender.kv, n_shared)
             if not request.kv.can_reserve(request.n_pending):
                 request.kv.release()
                 break  # it keeps its turn: a smaller one behind it must not overtake for ever
+            self.counts.blocks_shared += n_blocks
+            self.counts.positions_shared += request.kv.seq_len
+            self.counts.positions_to_compute += request.n_pending
+            if request.n_known is None:
+                request.n_known = request.kv.seq_len
             request.kv.reserve(request.n_pending)
             self._queue.remove(request)
             self._running.append(request)
-            self.counts.blocks_shared += n_blocks
-            self.counts.positions_shared += n_shared
         self.counts.most_running = max(self.counts.most_running, len(self._running))
 
     def _find_lender(self, request: Request) -> tuple[Request | None, int]:
