@@ -22,13 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_support import alone, load
 
 from pagedkv.demo.engine import Engine
-from pagedkv.demo.kv import ModelKv
-from pagedkv.demo.scheduler import Scheduler
+from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.server.completion import Service
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.run import Server
 from pagedkv.demo.server.worker import Worker
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
+from pagedkv.serving import ModelStores, Scheduler
 
 MODEL = "tiny"
 TOKENIZER = Tokenizer(metadata())
@@ -42,11 +42,11 @@ def load_long(directory):
 @contextmanager
 def serving(model, *, n_blocks=512, max_queue=128):
     """A server; in the end it is told to stop, and every block has to be free."""
-    kv = ModelKv(model.config, 4, n_blocks, remembers=True)
-    scheduler = Scheduler(kv)
-    metrics = Metrics(kv, scheduler)
+    stores = ModelStores(layer_shapes(model.config), n_blocks, block_size=4)
+    scheduler = Scheduler(stores)
+    metrics = Metrics(scheduler)
     gate, stops = Gate(model), TOKENIZER.stop_tokens
-    worker = Worker(Engine(gate, kv, scheduler, stops), scheduler, stops, metrics, max_queue)
+    worker = Worker(Engine(gate, scheduler, stops), scheduler, stops, metrics, max_queue)
     service = Service(MODEL, model.config.context_length, 16, TOKENIZER, scheduler, worker, metrics)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -55,7 +55,7 @@ def serving(model, *, n_blocks=512, max_queue=128):
     thread.start()
     wait_until(lambda: server.started)
     served = SimpleNamespace(
-        address=listener.getsockname(), kv=kv, scheduler=scheduler, worker=worker, gate=gate, server=server
+        address=listener.getsockname(), stores=stores, scheduler=scheduler, worker=worker, gate=gate, server=server
     )
     try:
         yield served
@@ -65,7 +65,7 @@ def serving(model, *, n_blocks=512, max_queue=128):
         thread.join(30)
         listener.close()
     assert not thread.is_alive()
-    for group in kv.groups:
+    for group in stores.groups:
         group.store.check()
         assert group.store.free_block_count == group.store.total_blocks
 
@@ -174,5 +174,5 @@ def all_given_back(served):
     """Nobody holds a block but the prefix cache, which gives all of them back."""
     wait_until(lambda: not served.worker._open)
     assert served.scheduler.is_idle
-    for group in served.kv.groups:
+    for group in served.stores.groups:
         assert group.store.free_block_count + group.prefix.evictable_block_count == group.store.total_blocks

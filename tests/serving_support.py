@@ -7,20 +7,20 @@ from demo_support import write_model
 
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.model import Gemma3
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.verify import ContiguousKv
+from pagedkv.serving import ModelStores, Scheduler
 
 
 def load(directory, **options):
     return Gemma3(GgufFile.open(write_model(directory / "model.gguf", **options)))
 
 
-def server(model, *, block_size=4, n_blocks=64, share=True, prefill_rows=256, stop_tokens=(), remembers=False):
-    kv = ModelKv(model.config, block_size, n_blocks, remembers=remembers)
-    scheduler = Scheduler(kv, share=share, prefill_rows=prefill_rows)
-    return SimpleNamespace(kv=kv, scheduler=scheduler, engine=Engine(model, kv, scheduler, set(stop_tokens)))
+def server(model, *, block_size=4, n_blocks=64, stop_tokens=(), **options):
+    stores = ModelStores(layer_shapes(model.config), n_blocks, block_size=block_size)
+    scheduler = Scheduler(stores, **options)
+    return SimpleNamespace(stores=stores, scheduler=scheduler, engine=Engine(model, scheduler, stop_tokens))
 
 
 def run(served, most_steps=2000):
@@ -31,21 +31,20 @@ def run(served, most_steps=2000):
         served.engine.step()
         check(served)
     assert served.scheduler.is_idle
-    served.kv.forget()
+    served.stores.prefixes.clear()
     assert_all_free(served)
 
 
 def check(served):
     """The books balance."""
-    for number, group in enumerate(served.kv.groups):
-        group.store.check([request.kv.caches[number] for request in served.scheduler.running])
-        if group.prefix is not None:
-            group.prefix.check()
+    for number, group in enumerate(served.stores.groups):
+        group.store.check([request.sequence.caches[number] for request in served.scheduler.running])
+        group.prefix.check()
 
 
 def assert_all_free(served):
-    assert served.kv.bytes_held == 0
-    for group in served.kv.groups:
+    assert served.stores.nbytes_in_use == 0
+    for group in served.stores.groups:
         group.store.check()
         assert group.store.free_block_count == group.store.total_blocks
 

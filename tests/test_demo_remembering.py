@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from serving_support import alone, assert_all_free, check, load, run, server, tokens
 
 from pagedkv.demo.engine import Work
-from pagedkv.demo.kv import SequenceKv
 from pagedkv.demo.sampling import Sampler, greedy
 from pagedkv.demo.verify import compare
 
@@ -32,117 +31,86 @@ def steps(served, n=10_000):
 
 def test_a_request_starts_on_what_an_ended_one_computed(model):
     """Its prompt and its answer, beyond what the windows of the ended request held, and inside a block."""
-    served = server(model, remembers=True)
-    first = served.scheduler.submit(tokens(41), 10)
+    served = server(model)
+    first = served.engine.submit(tokens(41), 10)
     steps(served)
     computed = served.engine.prefill.tokens
     known = [*tokens(41), *first.generated][:-1]  # the last token was never computed
     prompt = [*known[:46], 7, 8, 9]
-    second = served.scheduler.submit(prompt, 6)
+    second = served.engine.submit(prompt, 6)
     steps(served)
-    assert (first.n_known, second.n_known) == (0, 46)
+    assert (first.n_reused, second.n_reused) == (0, 46)
     assert served.engine.prefill.tokens - computed == 3
     assert second.generated == alone(model, prompt, 6)
     run(served)
 
 
 def test_the_books_of_a_store_that_remembers(model):
-    served = server(model, remembers=True)
-    served.scheduler.submit(tokens(20), 5)
+    served = server(model)
+    served.engine.submit(tokens(20), 5)
     steps(served)
-    for group in served.kv.groups:
+    for group in served.stores.groups:
         assert group.store.free_block_count == 64 - 6
         assert group.prefix.evictable_block_count == 6
-    assert (served.scheduler.counts.positions_shared, served.scheduler.counts.positions_to_compute) == (0, 20)
-    served.scheduler.close()
+    assert (served.scheduler.counts.positions_reused, served.scheduler.counts.positions_missed) == (0, 20)
+    served.engine.close()
     assert_all_free(served)
 
 
 def test_what_is_remembered_makes_room(model):
-    served = server(model, remembers=True, n_blocks=16)
+    served = server(model, n_blocks=16)
     for seed in range(6):
-        request = served.scheduler.submit(tokens(40, seed=seed), 8)
+        request = served.engine.submit(tokens(40, seed=seed), 8)
         steps(served)
         assert request.generated == alone(model, tokens(40, seed=seed), 8)
-    assert all(group.prefix.stats().blocks_evicted for group in served.kv.groups)
+    assert all(group.prefix.stats().blocks_evicted for group in served.stores.groups)
     run(served)
 
 
 def test_a_long_beginning_that_is_known_does_not_keep_a_request_from_starting(model):
     """All blocks are remembered, and what the windows have left behind of them must make room for the rest."""
-    served = server(model, remembers=True, n_blocks=12)
-    served.scheduler.submit(tokens(44), 5)
+    served = server(model, n_blocks=12)
+    served.engine.submit(tokens(44), 5)
     steps(served)
-    again = served.scheduler.submit([*tokens(44)[:21], *tokens(20, seed=3)], 8)
+    again = served.engine.submit([*tokens(44)[:21], *tokens(20, seed=3)], 8)
     steps(served, 50)
-    assert again.is_done
-    assert again.n_known >= 20
+    assert again.finish_reason
+    assert again.n_reused >= 20
     run(served)
 
 
 def test_who_was_sent_back_finds_its_own_blocks(model):
-    served = server(model, n_blocks=10, remembers=True)
-    requests = [served.scheduler.submit(tokens(10, seed=i), 20) for i in range(2)]
+    served = server(model, n_blocks=10)
+    requests = [served.engine.submit(tokens(10, seed=i), 20) for i in range(2)]
     steps(served)
     assert served.scheduler.counts.sent_back >= 1
-    assert served.scheduler.counts.positions_shared > 0
-    assert [request.n_known for request in requests] == [0, 0]  # what it was admitted with at first
+    assert served.scheduler.counts.positions_reused > 0
+    assert [request.n_reused for request in requests] == [0, 0]  # what it was admitted with at first
     assert [r.generated for r in requests] == [alone(model, tokens(10, seed=i), 20) for i in range(2)]
     run(served)
 
 
-def test_who_was_sent_back_is_remembered_anew(model):
-    served = server(model, remembers=True)
-    for seed in range(2):
-        served.scheduler.submit(tokens(21, seed=seed), 3)
-    served.engine.step()
-    assert served.scheduler.send_back()
-    served.kv.forget()
-    steps(served)
-    assert served.kv.match([*tokens(21, seed=1), 7]) == 20
-    run(served)
-
-
-def test_all_stores_start_at_the_same_position(model):
-    """One of them has no block to copy the last rows into."""
-    served = server(model, remembers=True)
-    served.scheduler.submit(tokens(21), 1)
-    steps(served)
-    holder, late = SequenceKv(served.kv), SequenceKv(served.kv)
-    holder.attach(tokens(21), 20)
-    store = served.kv.groups[1].store
-    held = store.acquire(store.free_block_count)
-    prompt = [*tokens(21)[:18], 7]
-    assert served.kv.match(prompt) == 18
-    assert late.attach(prompt, 18) == 2 * 4
-    assert [cache.seq_len for cache in late.caches] == [16, 16]
-    for sequence in holder, late:
-        sequence.release()
-    store.release(held)
-    run(served)
-
-
 def test_without_sharing_nothing_is_looked_up(model):
-    served = server(model, remembers=True, share=False)
+    served = server(model, share_prefixes=False)
     for _ in range(2):
-        request = served.scheduler.submit(tokens(20), 3)
+        request = served.engine.submit(tokens(20), 3)
         steps(served)
-    assert request.n_known == 0
+    assert request.n_reused == 0
     run(served)
 
 
 # --- who is given up ---
 
 
-@pytest.mark.parametrize("remembers", [False, True])
-def test_a_request_can_be_given_up_wherever_it_is(model, remembers):
-    served = server(model, n_blocks=12, remembers=remembers, share=remembers)
-    waiting, first, second, queued = (served.scheduler.submit(tokens(18, seed=i), 12) for i in range(4))
-    served.scheduler.finish(waiting)  # before it ran
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_request_can_be_given_up_wherever_it_is(model, shares):
+    served = server(model, n_blocks=12, share_prefixes=shares)
+    waiting, first, second, queued = (served.engine.submit(tokens(18, seed=i), 12) for i in range(4))
+    served.engine.cancel(waiting)  # before it ran
     served.engine.step()
     assert served.scheduler.running == (first, second)
-    served.scheduler.finish(first)  # while it runs
-    served.scheduler.finish(first)  # again: nothing
+    served.engine.cancel(first)  # while it runs
+    served.engine.cancel(first)  # again: nothing
     assert served.scheduler.running == (second,)
     steps(served)
     assert (waiting.generated, len(first.generated)) == ([], 1)
@@ -152,28 +120,28 @@ def test_a_request_can_be_given_up_wherever_it_is(model, remembers):
 
 
 def test_who_waits_for_a_lender_that_is_given_up_computes_by_itself(model):
-    served = server(model, prefill_rows=4, remembers=True)
-    lender = served.scheduler.submit(tokens(40), 4)
-    heir = served.scheduler.submit([*tokens(30), 7], 4)
+    served = server(model, prefill_rows=4)
+    lender = served.engine.submit(tokens(40), 4)
+    heir = served.engine.submit([*tokens(30), 7], 4)
     served.engine.step()
-    assert served.scheduler.n_waiting == 1
-    served.scheduler.finish(lender)
+    assert len(served.scheduler.waiting) == 1
+    served.engine.cancel(lender)
     steps(served)
-    assert heir.n_known == 4
+    assert heir.n_reused == 4
     assert heir.generated == alone(model, [*tokens(30), 7], 4)
     run(served)
 
 
 def test_giving_up_who_was_sent_back_lets_others_in(model):
-    served = server(model, n_blocks=8, share=False)
-    first, second = (served.scheduler.submit(tokens(10, seed=i), 20) for i in range(2))
+    served = server(model, n_blocks=8, share_prefixes=False)
+    first, second = (served.engine.submit(tokens(10, seed=i), 20) for i in range(2))
     while not served.scheduler.counts.sent_back:
         served.engine.step()
-    small = served.scheduler.submit([5], 1)
-    served.scheduler.finish(second)
+    small = served.engine.submit([5], 1)
+    served.engine.cancel(second)
     served.engine.step()
-    assert small.is_done
-    assert not first.is_done
+    assert small.finish_reason
+    assert not first.finish_reason
     run(served)
 
 
@@ -196,10 +164,10 @@ def test_everyone_gets_their_own_tokens(model, arrivals, block_size, spare, pref
     """Whoever comes, shares, is sent back or given up, over stores that remember."""
     texts = [tokens(n_common) + tokens(n_own, seed=n_own % 3) for n_common, n_own, *_ in arrivals]
     largest = max(-(-(len(text) + case[2]) // block_size) for text, case in zip(texts, arrivals, strict=True))
-    served = server(model, block_size=block_size, n_blocks=largest + spare, prefill_rows=prefill_rows, remembers=True)
+    served = server(model, block_size=block_size, n_blocks=largest + spare, prefill_rows=prefill_rows)
     requests, given_up, now = [], {}, 0
     for text, (_, _, n_new, pause, patience) in zip(texts, arrivals, strict=True):
-        requests.append(served.scheduler.submit(text, n_new))
+        requests.append(served.engine.submit(text, n_new))
         if patience is not None:
             given_up[requests[-1]] = now + patience
         for _ in range(pause):
@@ -217,7 +185,7 @@ def test_everyone_gets_their_own_tokens(model, arrivals, block_size, spare, pref
 def step(served, given_up, now):
     for request, end in given_up.items():
         if end == now:
-            served.scheduler.finish(request)
+            served.engine.cancel(request)
     if not served.scheduler.is_idle:
         served.engine.step()
         check(served)
@@ -290,8 +258,8 @@ def test_a_seed_says_what_is_drawn():
 def test_what_else_is_in_the_batch_makes_no_difference(model):
     def serve(n_others):
         served = server(model)
-        others = [served.scheduler.submit(tokens(9, seed=i), 12, Sampler(seed=i)) for i in range(n_others)]
-        request = served.scheduler.submit(tokens(9), 12, Sampler(seed=5))
+        others = [served.engine.submit(tokens(9, seed=i), 12, Sampler(seed=i)) for i in range(n_others)]
+        request = served.engine.submit(tokens(9), 12, Sampler(seed=5))
         run(served)
         return request.generated, [other.generated for other in others]
 

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_support import alone, assert_all_free, load, run, server, tokens
 
-from pagedkv import PagedStoreExhausted
 from pagedkv.demo.engine import Work
-from pagedkv.demo.errors import RequestRefused
-from pagedkv.demo.kv import ModelKv, SequenceKv
 from pagedkv.demo.verify import ContiguousKv, compare
 
 WINDOW = SHAPE["attention.sliding_window"]
@@ -72,9 +69,9 @@ def test_the_27b_model_scales_its_attention_by_width(model):
 
 def test_a_request_gets_the_tokens_it_gets_alone(model):
     served = server(model)
-    request = served.scheduler.submit(tokens(9), 20)
+    request = served.engine.submit(tokens(9), 20)
     run(served)
-    assert request.is_done
+    assert request.finish_reason
     assert request.generated == alone(model, tokens(9), 20)
     assert compare(model, tokens(9), request.generated, Work()) is None
 
@@ -91,21 +88,21 @@ def test_a_stop_token_ends_a_request(model):
     continuation = alone(model, tokens(9), 8)
     stop = continuation[4]
     served = server(model, stop_tokens={stop})
-    request = served.scheduler.submit(tokens(9), 8)
+    request = served.engine.submit(tokens(9), 8)
     run(served)
     assert request.generated == continuation[: continuation.index(stop) + 1]
 
 
 def test_requests_join_and_leave_while_others_decode(model):
     served = server(model, prefill_rows=8)
-    first = served.scheduler.submit(tokens(5, seed=1), 30)
+    first = served.engine.submit(tokens(5, seed=1), 30)
     for _ in range(4):
         served.engine.step()
-    late = served.scheduler.submit(tokens(20, seed=2), 3)  # three steps of prefill
-    got = [{request for request, _ in served.engine.step()} for _ in range(5)]
+    late = served.engine.submit(tokens(20, seed=2), 3)  # three steps of prefill
+    got = [{request for request in served.engine.step()} for _ in range(5)]
     assert got == [{first}, {first}, {first, late}, {first, late}, {first, late}]
-    assert late.is_done
-    assert not first.is_done
+    assert late.finish_reason
+    assert not first.finish_reason
     run(served)
     assert first.generated == alone(model, tokens(5, seed=1), 30)
     assert late.generated == alone(model, tokens(20, seed=2), 3)
@@ -115,66 +112,53 @@ def test_prompts_that_arrive_together_share_what_the_first_computes(model):
     served = server(model)
     common = tokens(23)
     prompts = [common + tokens(3 + i, seed=i) for i in range(1, 5)]
-    requests = [served.scheduler.submit(prompt, 5) for prompt in prompts]
+    requests = [served.engine.submit(prompt, 5) for prompt in prompts]
     served.engine.step()
     assert served.scheduler.running == (requests[0],)
     served.engine.step()
     assert served.scheduler.running == tuple(requests)
-    full = next(number for number, group in enumerate(served.kv.groups) if group.window is None)
-    assert len({tuple(request.kv.caches[full].block_table[:5]) for request in requests}) == 1
+    full = next(number for number, group in enumerate(served.stores.groups) if group.window is None)
+    assert len({tuple(request.sequence.caches[full].block_table[:5]) for request in requests}) == 1
     run(served)
     counts = served.scheduler.counts
-    assert (counts.positions_shared, counts.most_running) == (3 * 20, 4)
-    assert counts.blocks_shared == 3 * 5 * len(served.kv.groups)
-    assert served.engine.prefill.tokens == sum(map(len, prompts)) - 3 * 20
+    assert (counts.positions_reused, counts.most_running) == (3 * 23, 4)
+    assert served.engine.prefill.tokens == sum(map(len, prompts)) - 3 * 23
     assert [r.generated for r in requests] == [alone(model, prompt, 5) for prompt in prompts]
 
 
 def test_equal_prompts_compute_one_token_again(model):
     served = server(model)
-    requests = [served.scheduler.submit(tokens(8), 4) for _ in range(3)]
+    requests = [served.engine.submit(tokens(8), 4) for _ in range(3)]
     run(served)
-    assert served.scheduler.counts.positions_shared == 2 * 4
+    assert served.scheduler.counts.positions_reused == 2 * 7
     assert len({tuple(request.generated) for request in requests}) == 1
 
 
 def test_sharing_can_be_turned_off(model):
-    served = server(model, share=False)
-    requests = [served.scheduler.submit(tokens(8), 4) for _ in range(3)]
+    served = server(model, share_prefixes=False)
+    requests = [served.engine.submit(tokens(8), 4) for _ in range(3)]
     served.engine.step()
     assert served.scheduler.running == tuple(requests)
     run(served)
-    assert served.scheduler.counts.blocks_shared == 0
-
-
-def test_a_lender_whose_windows_have_moved_on_is_not_asked(model):
-    served = server(model)
-    first = served.scheduler.submit(tokens(30), 40)
-    for _ in range(20):
-        served.engine.step()
-    late = served.scheduler.submit(tokens(30), 4)
-    served.engine.step()
-    assert served.scheduler.counts.positions_shared == 0
-    run(served)
-    assert late.generated == first.generated[:4] == alone(model, tokens(30), 4)
+    assert served.scheduler.counts.positions_reused == 0
 
 
 def test_a_full_store_makes_requests_wait_their_turn(model):
-    served = server(model, n_blocks=10, share=False)
-    big, bigger, small = (served.scheduler.submit(tokens(n, seed=n), 4) for n in (24, 32, 4))
+    served = server(model, n_blocks=10, share_prefixes=False)
+    big, bigger, small = (served.engine.submit(tokens(n, seed=n), 4) for n in (24, 32, 4))
     served.engine.step()
     assert served.scheduler.running == (big,)  # and the small one does not overtake
     done = []
     while not served.scheduler.is_idle:
-        done += [request for request, _ in served.engine.step() if request.is_done]
+        done += [request for request in served.engine.step() if request.finish_reason]
     assert done[0] is big
     assert {bigger, small} == set(done[1:])
     assert_all_free(served)
 
 
 def test_who_came_last_is_sent_back_and_starts_again(model):
-    served = server(model, n_blocks=8, share=False)
-    requests = [served.scheduler.submit(tokens(10, seed=i), 20) for i in range(2)]
+    served = server(model, n_blocks=8, share_prefixes=False)
+    requests = [served.engine.submit(tokens(10, seed=i), 20) for i in range(2)]
     run(served)
     assert served.scheduler.counts.sent_back == 1
     assert [r.generated for r in requests] == [alone(model, tokens(10, seed=i), 20) for i in range(2)]
@@ -182,20 +166,20 @@ def test_who_came_last_is_sent_back_and_starts_again(model):
 
 def test_what_could_never_fit_is_refused(model):
     served = server(model, n_blocks=5)
-    with pytest.raises(RequestRefused, match="18 prompt tokens and 4 new ones need 6 blocks of 4, the store has 5"):
-        served.scheduler.submit(tokens(18), 4)
-    with pytest.raises(RequestRefused, match="no tokens"):
-        served.scheduler.submit([], 4)
-    request = served.scheduler.submit(tokens(18), 3)  # the last token is not computed: 20 positions
+    with pytest.raises(ValueError, match="18 tokens and 4 new ones need 6 blocks of 4, the stores have 5"):
+        served.engine.submit(tokens(18), 4)
+    with pytest.raises(ValueError, match="a prompt of a token or more"):
+        served.engine.submit([], 4)
+    request = served.engine.submit(tokens(18), 3)  # the last token is not computed: 20 positions
     run(served)
     assert len(request.generated) == 3
 
 
 def test_windowed_layers_hold_about_a_window(model):
     served = server(model, n_blocks=40, prefill_rows=8)
-    served.scheduler.submit(tokens(100), 50)
+    served.engine.submit(tokens(100), 50)
     run(served)
-    windowed, full = (group.store.stats().peak_held_blocks for group in served.kv.groups)
+    windowed, full = served.engine.peak_blocks
     assert full == 38
     assert windowed <= (WINDOW + 8) // 4 + 2
 
@@ -203,9 +187,9 @@ def test_windowed_layers_hold_about_a_window(model):
 def test_close_gives_everything_back(model):
     served = server(model)
     for i in range(3):
-        served.scheduler.submit(tokens(9, seed=i), 20)
+        served.engine.submit(tokens(9, seed=i), 20)
     served.engine.step()
-    served.scheduler.close()
+    served.engine.close()
     assert served.scheduler.is_idle
     assert_all_free(served)
 
@@ -213,45 +197,16 @@ def test_close_gives_everything_back(model):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_that_fails_changes_nothing(model, error, monkeypatch):
     served = server(model)
-    requests = [served.scheduler.submit(tokens(9, seed=i), 5) for i in range(2)]
+    requests = [served.engine.submit(tokens(9, seed=i), 5) for i in range(2)]
     served.engine.step()
     with monkeypatch.context() as patch:
         patch.setattr(model, "logits", lambda hidden: (_ for _ in ()).throw(error))
-        before = [(r.kv.seq_len, list(r.tokens)) for r in requests]
+        before = [(r.sequence.seq_len, list(r.tokens)) for r in requests]
         with pytest.raises(error):
             served.engine.step()
-        assert [(r.kv.seq_len, r.tokens) for r in requests] == before
+        assert [(r.sequence.seq_len, r.tokens) for r in requests] == before
     run(served)
     assert [r.generated for r in requests] == [alone(model, tokens(9, seed=i), 5) for i in range(2)]
-
-
-@pytest.mark.parametrize("unwritten", [0, 1, 2])
-def test_no_store_advances_alone(model, unwritten):
-    kv = ModelKv(model.config, 4, 16)
-    sequence = SequenceKv(kv)
-    row = np.ones((3, 2, 16), np.float32)
-
-    def compute_all_but_one():
-        with kv.forward_pass([sequence], [3]) as attend:
-            for layer in {0, 1, 2} - {unwritten}:
-                attend(layer, np.ones((3, 4, 16), np.float32), row, row[..., :8])
-
-    with pytest.raises(RuntimeError, match="not written"):
-        compute_all_but_one()
-    assert [cache.seq_len for cache in sequence.caches] == [0, 0]
-    assert kv.bytes_held == 0
-
-
-def test_a_second_store_that_is_full_takes_nothing_from_the_first(model):
-    kv = ModelKv(model.config, 4, 16)
-    held = kv.groups[1].store.acquire(16)
-    sequence = SequenceKv(kv)
-    with pytest.raises(PagedStoreExhausted), kv.forward_pass([sequence], [3]):
-        pass
-    with pytest.raises(PagedStoreExhausted):
-        sequence.reserve(3)
-    kv.groups[1].store.release(held)
-    assert kv.bytes_held == 0
 
 
 prompts = st.lists(
@@ -272,10 +227,12 @@ def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, prefi
     """Whatever arrives when, shares what, waits and is sent back."""
     texts = [(tokens(n_common) + tokens(n_own, seed=seed), n_new) for n_common, n_own, seed, n_new in prompts]
     largest = max(-(-(len(text) + n_new) // block_size) for text, n_new in texts)
-    served = server(model, block_size=block_size, n_blocks=largest + spare, share=share, prefill_rows=prefill_rows)
+    served = server(
+        model, block_size=block_size, n_blocks=largest + spare, share_prefixes=share, prefill_rows=prefill_rows
+    )
     requests = []
     for (text, n_new), arrival in zip(texts, arrivals, strict=False):
-        requests.append(served.scheduler.submit(text, n_new))
+        requests.append(served.engine.submit(text, n_new))
         for _ in range(arrival):
             if not served.scheduler.is_idle:
                 served.engine.step()

@@ -107,7 +107,7 @@ def test_several_choices_share_their_prompt(served, model):
     assert len({choice.text for choice in answer.choices}) == 3
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (31, 24)
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
-    assert served.scheduler.counts.positions_shared == 2 * 28
+    assert served.scheduler.counts.positions_reused == 2 * 28
     same = complete(served, prompt, n=3, max_tokens=8, temperature=1, seed=4)
     assert [choice.text for choice in same.choices] == [choice.text for choice in answer.choices]
     assert same.usage.prompt_tokens_details.cached_tokens == 30
@@ -238,7 +238,7 @@ def test_a_burst_that_does_not_fit_waits_and_is_sent_back(model):
 def test_a_killed_client_gives_its_blocks_back(served, stream):
     served.gate.seconds = 0.005
     killed = [open_stream(served, f"{PROMPT} {i}", max_tokens=1500, stream=stream) for i in range(4)]
-    wait_until(lambda: served.scheduler.n_running == 4)
+    wait_until(lambda: len(served.scheduler.running) == 4)
     if stream:
         for connection in killed:
             received = b""
@@ -351,9 +351,9 @@ def test_who_waits_is_not_ended_by_a_failure(model):
     with serving(model, n_blocks=60) as served:
         served.gate.seconds = 0.01
         first = open_stream(served, [5] * 40, max_tokens=150)
-        wait_until(lambda: served.scheduler.n_running)
+        wait_until(lambda: len(served.scheduler.running))
         second = open_stream(served, [6] * 210, max_tokens=4)
-        wait_until(lambda: served.scheduler.n_waiting)
+        wait_until(lambda: len(served.scheduler.waiting))
         served.gate.failures = 1
         all_given_back(served)
         first.close()
@@ -363,7 +363,7 @@ def test_who_waits_is_not_ended_by_a_failure(model):
 
 def test_a_request_that_cannot_be_queued_ends_alone(served, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(served.scheduler, "submit", lambda *arguments: 1 / 0)
+        patch.setattr(served.scheduler, "submit", lambda *arguments, **options: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="the engine failed"):
             complete(served)
     assert complete(served).usage.prompt_tokens == 3
@@ -373,7 +373,7 @@ def test_a_request_that_cannot_be_queued_ends_alone(served, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_has_ended_is_503(served, monkeypatch):
     """Nobody waits for what will never come."""
-    monkeypatch.setattr(served.scheduler, "plan", sys.exit)
+    monkeypatch.setattr(served.scheduler, "step", sys.exit)
     for _ in range(2):
         with pytest.raises(openai.InternalServerError) as refused:
             complete(served)
@@ -392,7 +392,7 @@ def test_stopping_ends_what_is_served_with_503(model):
             with pytest.raises(openai.APIError, match="shutting down"):
                 list(stream)
         served.worker.join()
-        for group in served.kv.groups:
+        for group in served.stores.groups:
             assert group.store.free_block_count == group.store.total_blocks
         with pytest.raises(openai.InternalServerError) as refused:
             complete(served)
@@ -407,7 +407,7 @@ def test_the_server_ends_although_requests_run(model):
     with serving(model) as served:
         served.gate.seconds = 0.01
         waiting = open_stream(served, PROMPT, max_tokens=1500, stream=False)
-        wait_until(lambda: served.scheduler.n_running == 1)
+        wait_until(lambda: len(served.scheduler.running) == 1)
         served.server.should_exit = True
         answer = b""
         while part := waiting.recv(4096):

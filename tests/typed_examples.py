@@ -424,7 +424,7 @@ def example_transformers() -> None:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     stores = PagedStores(model, total_blocks=64, block_size=4, dtype="float32", debug=False)
-    assert_type(stores.free_block_count + stores.nbytes_held + stores.blocks_for(9), int)
+    assert_type(stores.free_block_count + stores.nbytes_in_use + stores.blocks_for(9), int)
     assert_type(stores.groups[0].store, pagedkv.PagedKvStore)
     assert_type(stores.groups[0].window, int | None)
     cache = PagedCache(stores)

@@ -6,20 +6,21 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from tqdm import tqdm
 
 from pagedkv.demo import report
 from pagedkv.demo.config import Config
-from pagedkv.demo.console import Transcript
+from pagedkv.demo.console import Transcript, picture
 from pagedkv.demo.engine import Engine, Work
 from pagedkv.demo.errors import DemoError
 from pagedkv.demo.loading import ModelFile, make_stores, say
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.prompts import PROMPTS
-from pagedkv.demo.scheduler import Request, Scheduler
 from pagedkv.demo.tokenizer import Tokenizer
 from pagedkv.demo.verify import compare
+from pagedkv.serving import Request, Scheduler
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,22 +32,24 @@ def run(options: argparse.Namespace) -> int:
     prompts = [tokenizer.encode(text) for text in texts]
     size = options.block_size
     n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
-    kv = make_stores(config, n_blocks, options)
-    scheduler = Scheduler(kv, share=not options.no_share)
-    requests = [_submit(scheduler, number, prompt, options, config) for number, prompt in enumerate(prompts, 1)]
+    stores = make_stores(config, n_blocks, options)
+    scheduler = Scheduler(stores, max_running=len(prompts), share_prefixes=not options.no_share)
+    for number, prompt in enumerate(prompts, 1):
+        _check(scheduler, number, prompt, options, config)
     model = file.load()
     del file  # the quantised bytes
 
-    engine = Engine(model, kv, scheduler, tokenizer.stop_tokens)
-    transcript = Transcript(sys.stdout, tokenizer, texts, kv.picture if options.watch else None)
+    engine = Engine(model, scheduler, tokenizer.stop_tokens)
+    requests = [engine.submit(prompt, options.max_tokens) for prompt in prompts]
+    transcript = Transcript(sys.stdout, tokenizer, texts, partial(picture, stores) if options.watch else None)
     started = time.perf_counter()
     try:
         _serve(engine, scheduler, requests, transcript)
     finally:
-        scheduler.close()
+        engine.close()
     seconds = time.perf_counter() - started
     private = report.private_bytes(config, [len(prompt) + options.max_tokens for prompt in prompts])
-    say(report.table(engine, kv, scheduler.counts, seconds, private))
+    say(report.table(engine, scheduler, seconds, private))
     if not options.verify:
         return 0
     same = _verify(model, tokenizer, prompts, requests, engine.decode)
@@ -54,26 +57,26 @@ def run(options: argparse.Namespace) -> int:
     return 0 if same or options.kv_dtype != "float32" else 1
 
 
-def _submit(
+def _check(
     scheduler: Scheduler, number: int, prompt: Sequence[int], options: argparse.Namespace, config: Config
-) -> Request:
+) -> None:
     if len(prompt) + options.max_tokens > config.context_length:
         raise DemoError(
             f"prompt {number}: {len(prompt)} tokens and {options.max_tokens} new ones"
             f" are more than the model's context of {config.context_length}"
         )
     try:
-        return scheduler.submit(prompt, options.max_tokens)
-    except DemoError as error:
+        scheduler.check_fits(len(prompt), options.max_tokens)
+    except ValueError as error:
         raise DemoError(f"prompt {number}: {error}") from error
 
 
 def _serve(engine: Engine, scheduler: Scheduler, requests: Sequence[Request], transcript: Transcript) -> None:
     index_of = {request: index for index, request in enumerate(requests)}
     while not scheduler.is_idle:
-        for request, token in engine.step():
-            transcript.add(index_of[request], token)
-            if request.is_done:
+        for request in engine.step():
+            transcript.add(index_of[request], request.tokens[-1])
+            if request.finish_reason:
                 transcript.end(index_of[request])
         transcript.refresh({index_of[request] for request in scheduler.running})
     transcript.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TextIO
 
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
+from pagedkv.serving import ModelStores
 
 _UP_AND_CLEAR = "\x1b[{}F\x1b[J"
 
@@ -117,3 +118,13 @@ def _columns(character: str) -> int:
     if unicodedata.combining(character):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def picture(stores: ModelStores, columns: int) -> list[str]:
+    """Lines of text that show who holds which block of each store."""
+    lines: list[str] = []
+    for group in stores.groups:
+        sight = "everything" if group.window is None else f"{group.window} positions"
+        lines.append(f"{len(group.layers)} layers that see {sight}")
+        lines += str(group.store.block_map(width=max(8, min(64, columns - 8)))).split("\n")
+    return lines

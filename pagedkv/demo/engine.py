@@ -1,16 +1,16 @@
-"""The serving loop: one forward pass for everything that runs, step by step."""
+"""The model over a scheduler's batches: one forward pass for everything that runs, step by step."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv import PagedStoreExhausted
-from pagedkv.demo.kv import ModelKv
 from pagedkv.demo.model import F32, Gemma3
-from pagedkv.demo.scheduler import Request, Scheduler
+from pagedkv.demo.sampling import greedy
+from pagedkv.serving import Batch, ForwardPass, Request, Scheduler
 
 
 @dataclass
@@ -35,60 +35,69 @@ class Engine:
         Steps that compute prompts, also those in which others decode meanwhile: prompt tokens.
     decode : Work
         Steps in which every request decodes: tokens generated.
+    attention_seconds : float
+    peak_blocks : list of int
+        The most blocks of each store that sequences held.
     peak_bytes : int
-        The most K/V that was held at the end of a step.
+        The most K/V that sequences held.
     """
 
-    def __init__(self, model: Gemma3, kv: ModelKv, scheduler: Scheduler, stop_tokens: set[int]) -> None:
+    def __init__(self, model: Gemma3, scheduler: Scheduler, stop_tokens: Iterable[int]) -> None:
         self.prefill = Work()
         self.decode = Work()
+        self.attention_seconds = 0.0
+        self.peak_blocks = [0 for _ in scheduler.stores.groups]
         self.peak_bytes = 0
         self._model = model
-        self._kv = kv
         self._scheduler = scheduler
-        self._stop_tokens = stop_tokens
+        self._stop_tokens = frozenset(stop_tokens)
+        self._choosers: dict[Request, Callable[[F32], int]] = {}
+        self._rows: tuple[int, ...] = ()  # of the batch that was computed last, by request
 
-    def step(self) -> list[tuple[Request, int]]:
-        """Computes one step; returns the requests that got a token, and which. `is_done` says who has ended."""
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, choose: Callable[[F32], int] = greedy
+    ) -> Request:
+        """As `Scheduler.submit`; `choose` finds the next token from its logits, [vocabulary]."""
+        request = self._scheduler.submit(prompt, max_tokens, stop_tokens=self._stop_tokens)
+        self._choosers[request] = choose
+        return request
+
+    def step(self) -> list[Request]:
+        """Computes one step; returns the requests that got a token, their last."""
         started = time.perf_counter()
-        while True:
-            batch = self._scheduler.plan()
-            try:
-                new_tokens = self._compute(batch)
-                break
-            except PagedStoreExhausted:
-                if not self._scheduler.send_back():
-                    raise
-        self.peak_bytes = max(self.peak_bytes, self._kv.bytes_held)
-        for request, _ in batch:
-            request.kv.remember(request.tokens)
-        for request, token in new_tokens:
-            request.tokens.append(token)
-            if token in self._stop_tokens or len(request.generated) == request.max_tokens:
-                self._scheduler.finish(request)
+        asking = self._scheduler.step(self._compute)
         seconds = time.perf_counter() - started
-        n_rows = sum(rows for _, rows in batch)
-        if n_rows > len(batch):
-            self.prefill.tokens += sum(rows for _, rows in batch if rows > 1)
+        if max(self._rows) > 1:
+            self.prefill.tokens += sum(rows for rows in self._rows if rows > 1)
             self.prefill.seconds += seconds
         else:
-            self.decode.tokens += n_rows
+            self.decode.tokens += len(self._rows)
             self.decode.seconds += seconds
-        return new_tokens
+        return asking
 
-    def _compute(self, batch: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """One forward pass. The tokens that follow are known before it commits; an exception changes nothing."""
-        query_lens = [n_rows for _, n_rows in batch]
-        tokens: list[int] = []
-        positions, last_rows, asking = [], [], []
-        for request, n_rows in batch:
-            first = request.kv.seq_len
-            tokens += request.tokens[first : first + n_rows]
-            positions.append(np.arange(first, first + n_rows))
-            if n_rows == request.n_pending:
-                last_rows.append(len(tokens) - 1)
-                asking.append(request)
-        with self._kv.forward_pass([request.kv for request, _ in batch], query_lens) as attend:
-            hidden: F32 = self._model.forward(tokens, np.concatenate(positions), attend)
-            logits = self._model.logits(hidden[last_rows]) if asking else ()
-            return [(request, request.choose(row)) for request, row in zip(asking, logits, strict=True)]
+    def cancel(self, request: Request) -> None:
+        """Ends a request and gives its blocks back, whether it runs, waits or has ended before."""
+        self._scheduler.cancel(request)
+        self._choosers.pop(request, None)
+
+    def close(self) -> None:
+        """Drops all requests and what is known; every block is free again."""
+        self._scheduler.close()
+        self._scheduler.stores.prefixes.clear()
+        self._choosers.clear()
+
+    def _compute(self, batch: Batch, running: ForwardPass) -> list[int]:
+        def attend(layer: int, q: F32, k: F32, v: F32) -> F32:
+            started = time.perf_counter()
+            running.write(layer, k, v)
+            out: F32 = running.attend(layer, q, scale=self._model.config.attention_scale)
+            self.attention_seconds += time.perf_counter() - started
+            return out
+
+        hidden: F32 = self._model.forward(batch.token_ids, np.array(batch.positions), attend)
+        logits = self._model.logits(hidden[batch.asking_rows]) if batch.asking else ()
+        self._rows = batch.query_lens
+        in_use = [group.n_blocks_in_use for group in running.stores.groups]
+        self.peak_blocks = list(map(max, self.peak_blocks, in_use))
+        self.peak_bytes = max(self.peak_bytes, running.stores.nbytes_in_use)
+        return [self._choosers[request](row) for request, row in zip(batch.asking, logits, strict=True)]

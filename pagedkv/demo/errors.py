@@ -9,7 +9,3 @@ class DemoError(Exception):
 
 class ModelFileError(DemoError):
     """A model file that cannot be used."""
-
-
-class RequestRefused(DemoError):
-    """A request that could never be served."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from pagedkv.demo.config import Config
 from pagedkv.demo.engine import Engine
-from pagedkv.demo.kv import ModelKv
-from pagedkv.demo.scheduler import SchedulerCounts
+from pagedkv.serving import Scheduler
 
 _FLOAT32_BYTES = 4
 
@@ -18,7 +17,7 @@ def private_bytes(config: Config, lengths: Sequence[int]) -> int:
     return sum(lengths) * config.n_layers * row
 
 
-def table(engine: Engine, kv: ModelKv, counts: SchedulerCounts, seconds: float, private: int) -> str:
+def table(engine: Engine, scheduler: Scheduler, seconds: float, private: int) -> str:
     """What the run did and took.
 
     Parameters
@@ -28,19 +27,20 @@ def table(engine: Engine, kv: ModelKv, counts: SchedulerCounts, seconds: float, 
     private
         `private_bytes` of the same requests.
     """
+    counts, stores = scheduler.counts, scheduler.stores
     held = [
-        f"{group.store.stats().peak_held_blocks} of {kv.n_blocks} ({len(group.layers)} layers that see "
+        f"{peak} of {stores.total_blocks} ({len(group.layers)} layers that see "
         + ("everything)" if group.window is None else f"{group.window} positions)")
-        for group in kv.groups
+        for group, peak in zip(stores.groups, engine.peak_blocks, strict=True)
     ]
     rows = {
         "prefill": f"{engine.prefill.rate:.1f} tokens/s ({engine.prefill.tokens} prompt tokens computed)",
         "decode": f"{engine.decode.rate:.1f} tokens/s ({counts.most_running} requests at once)",
         "K/V held": f"{_mib(engine.peak_bytes)} at most; private contiguous caches would have taken {_mib(private)}",
         "blocks held": f"at most {' and '.join(held)}",
-        "blocks shared": f"{counts.blocks_shared}; {counts.positions_shared} prompt tokens were not computed again",
+        "shared": f"{counts.positions_reused} prompt tokens were not computed again, their blocks were there",
         "sent back": f"{counts.sent_back} requests, for want of blocks",
-        "attention": f"{kv.attention_seconds / seconds:.1%} of {seconds:.1f} s",
+        "attention": f"{engine.attention_seconds / seconds:.1%} of {seconds:.1f} s",
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())

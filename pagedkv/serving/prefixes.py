@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagedkv import PagedKvStore, PrefixCache
+from pagedkv import PrefixCache
 
 if TYPE_CHECKING:
     from pagedkv._keys import Tokens
@@ -22,8 +22,8 @@ class ModelPrefixes:
 
     Parameters
     ----------
-    stores : iterable of PagedKvStore
-        Those of the model, without prefix caches so far.
+    caches : iterable of PrefixCache
+        One for each store of the model.
 
     Attributes
     ----------
@@ -50,8 +50,8 @@ class ModelPrefixes:
     (2, 2)
     """
 
-    def __init__(self, stores: Iterable[PagedKvStore]) -> None:
-        self.caches = tuple(PrefixCache(store) for store in stores)
+    def __init__(self, caches: Iterable[PrefixCache]) -> None:
+        self.caches = tuple(caches)
 
     def match(self, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """How many of these tokens' positions `attach` would reuse; one at least is left to compute.

@@ -37,8 +37,8 @@ class Request:
         In which it shares.
     sequence : ModelSequence
         The K/V of the tokens that are computed so far.
-    n_reused : int
-        Positions that it started on when it was admitted last.
+    n_reused : int or None
+        Positions that were known when it first started.
     finish_reason : None, "stop", "length" or "cancelled"
         None as long as it waits or runs.
 
@@ -70,7 +70,7 @@ class Request:
         self.stop_tokens = stop_tokens
         self.namespace = namespace
         self.sequence = sequence
-        self.n_reused = 0
+        self.n_reused: int | None = None
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
 
     @property
@@ -167,7 +167,9 @@ class SchedulerCounts:
     positions_computed : int
         Rows that went through the model.
     positions_reused : int
-        Positions that requests started on.
+        Positions that were known when requests started.
+    positions_missed : int
+        Positions that were left to compute then.
     sent_back : int
         Times that a request had to give its blocks back and wait again.
     most_running : int
@@ -181,11 +183,12 @@ class SchedulerCounts:
     --------
     >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
     >>> Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8)).counts
-    SchedulerCounts(positions_computed=0, positions_reused=0, sent_back=0, most_running=0)
+    SchedulerCounts(positions_computed=0, positions_reused=0, positions_missed=0, sent_back=0, most_running=0)
     """
 
     positions_computed: int = 0
     positions_reused: int = 0
+    positions_missed: int = 0
     sent_back: int = 0
     most_running: int = 0
 
@@ -461,8 +464,10 @@ class Scheduler:
             if not self._running:
                 raise
             return False
-        request.n_reused = n_reused
+        if request.n_reused is None:
+            request.n_reused = n_reused
         self.counts.positions_reused += n_reused
+        self.counts.positions_missed += request.n_pending
         return True
 
     def _send_back(self) -> bool:

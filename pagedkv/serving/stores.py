@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagedkv import PagedKvStore
+from pagedkv import PagedKvStore, PrefixCache
 from pagedkv.serving.prefixes import ModelPrefixes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers of one shape, and the store of their K/V. `ModelStores` makes it.
+    """The layers of one shape, the store of their K/V, and what is known of it. `ModelStores` makes it.
 
     Attributes
     ----------
@@ -59,6 +59,8 @@ class LayerGroup:
         The model's numbers of these layers; the store counts them from 0 in this order.
     store : PagedKvStore
         Of all of them.
+    prefix : PrefixCache
+        That of the store.
 
     Notes
     -----
@@ -75,6 +77,7 @@ class LayerGroup:
     shape: LayerShape
     layers: tuple[int, ...]
     store: PagedKvStore
+    prefix: PrefixCache
 
     @property
     def window(self) -> int | None:
@@ -128,10 +131,10 @@ class LayerGroup:
         return self.store.dtype if self.store.dtype in ("float16", "bfloat16") else "float32"
 
     @property
-    def nbytes_held(self) -> int:
-        """Bytes of the blocks that somebody holds."""
-        held = self.store.total_blocks - self.store.free_block_count
-        return held * (self.store.nbytes // self.store.total_blocks)
+    def n_blocks_in_use(self) -> int:
+        """Blocks that are neither free nor known only to the prefix cache, which gives them up when asked."""
+        # Another thread may have a block counted as both.
+        return max(0, self.store.total_blocks - self.store.free_block_count - self.prefix.evictable_block_count)
 
 
 class ModelStores:
@@ -208,9 +211,9 @@ class ModelStores:
                 dtype=dtype,
                 debug=debug,
             )
-            groups.append(LayerGroup(shape, layers, store))
+            groups.append(LayerGroup(shape, layers, store, PrefixCache(store)))
         self.groups = tuple(groups)
-        self.prefixes = ModelPrefixes(group.store for group in groups)
+        self.prefixes = ModelPrefixes(group.prefix for group in groups)
 
     @property
     def n_layers(self) -> int:
@@ -233,9 +236,9 @@ class ModelStores:
         return min(group.store.free_block_count for group in self.groups)
 
     @property
-    def nbytes_held(self) -> int:
-        """Bytes of K and V in the blocks that somebody holds, `prefixes` among them."""
-        return sum(group.nbytes_held for group in self.groups)
+    def nbytes_in_use(self) -> int:
+        """Bytes of K and V in the blocks that sequences hold; what only `prefixes` knows is given up when asked."""
+        return sum(group.n_blocks_in_use * (group.store.nbytes // group.store.total_blocks) for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """The number of a layer's group, and the layer's number in that group's store.

@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pagedkv.demo.errors import RequestRefused
 from pagedkv.demo.server import protocol
 from pagedkv.demo.server.completion import Completion, EventStream, Service
 from pagedkv.demo.server.errors import ApiError, bad_request, error_body
@@ -105,8 +104,8 @@ def _encode(service: Service, call: protocol.Call) -> list[list[int]]:
             message = f"{len(tokens)} tokens and {n_new} new ones are more than the context of {service.context_length}"
             raise bad_request("prompt", message, "context_length_exceeded")
         try:
-            service.scheduler.check(tokens, n_new)
-        except RequestRefused as error:
+            service.scheduler.check_fits(len(tokens), n_new)
+        except ValueError as error:
             raise bad_request("prompt", str(error), "context_length_exceeded") from None
         prompts.append(tokens)
     most = service.worker.most_waiting

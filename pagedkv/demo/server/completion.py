@@ -14,13 +14,13 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pagedkv.demo.sampling import Sampler
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.server import protocol
 from pagedkv.demo.server.errors import ApiError
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.text import StoppingText
 from pagedkv.demo.server.worker import Job, Piece, Worker
 from pagedkv.demo.tokenizer import Tokenizer
+from pagedkv.serving import Scheduler
 
 
 @dataclass(frozen=True)

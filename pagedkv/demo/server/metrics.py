@@ -9,8 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pagedkv.demo.kv import LayerGroup, ModelKv
-from pagedkv.demo.scheduler import Scheduler
+from pagedkv.serving import LayerGroup, Scheduler
 
 OUTCOMES = ("stop", "length", "cancelled", "failed", "refused", "overloaded", "shutdown")
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -29,7 +28,7 @@ class Metrics:
         Seconds until a request's first token, and from each token to the next.
     """
 
-    def __init__(self, kv: ModelKv, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._registry = registry = CollectorRegistry()
         requests = Counter(
             "pagedkv_requests", "Continuations that have ended, and requests that were refused.", ["outcome"],
@@ -45,7 +44,7 @@ class Metrics:
         self.next_token = Histogram(
             "pagedkv_time_per_token_seconds", "From a token to the next.", buckets=_NEXT, registry=registry
         )
-        registry.register(_State(kv, scheduler))
+        registry.register(_State(scheduler))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The text of all metrics, and its content type, in the format that the `Accept` header prefers."""
@@ -56,35 +55,32 @@ class Metrics:
 class _State(Collector):
     """Read when asked for; scheduler and stores keep count by themselves."""
 
-    def __init__(self, kv: ModelKv, scheduler: Scheduler) -> None:
-        self._kv = kv
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
         counts = self._scheduler.counts
-        yield GaugeMetricFamily("pagedkv_requests_running", "Requests in the batch.", self._scheduler.n_running)
-        yield GaugeMetricFamily("pagedkv_requests_waiting", "Requests in the queue.", self._scheduler.n_waiting)
+        yield GaugeMetricFamily("pagedkv_requests_running", "Requests in the batch.", len(self._scheduler.running))
+        yield GaugeMetricFamily("pagedkv_requests_waiting", "Requests in the queue.", len(self._scheduler.waiting))
         yield CounterMetricFamily("pagedkv_preemptions", "Requests sent back for want of blocks.", counts.sent_back)
         yield CounterMetricFamily(
-            "pagedkv_prefix_hit_tokens", "Tokens whose K/V was there when a request started.", counts.positions_shared
+            "pagedkv_prefix_hit_tokens", "Tokens whose K/V was there when a request started.", counts.positions_reused
         )
         yield CounterMetricFamily(
-            "pagedkv_prefix_missed_tokens", "Tokens that were left to compute.", counts.positions_to_compute
+            "pagedkv_prefix_missed_tokens", "Tokens that were left to compute.", counts.positions_missed
         )
         blocks = GaugeMetricFamily("pagedkv_blocks", "Blocks of each store by state.", labels=["store", "state"])
         evicted = CounterMetricFamily("pagedkv_blocks_evicted", "Blocks forgotten for others.", labels=["store"])
-        for group in self._kv.groups:
+        for group in self._scheduler.stores.groups:
             name = "full" if group.window is None else f"window_{group.window}"
             for state, count in _states(group).items():
                 blocks.add_metric([name, state], count)
-            evicted.add_metric([name], 0 if group.prefix is None else group.prefix.stats().blocks_evicted)
+            evicted.add_metric([name], group.prefix.stats().blocks_evicted)
         yield blocks
         yield evicted
 
 
 def _states(group: LayerGroup) -> dict[str, int]:
     """Blocks that are free, that only the prefix cache holds, and that sequences hold."""
-    free = group.store.free_block_count
-    evictable = 0 if group.prefix is None else group.prefix.evictable_block_count
-    # The engine goes on meanwhile: a block may have been seen as both.
-    return {"free": free, "evictable": evictable, "held": max(0, group.store.total_blocks - free - evictable)}
+    store, prefix = group.store, group.prefix
+    return {"free": store.free_block_count, "evictable": prefix.evictable_block_count, "held": group.n_blocks_in_use}

@@ -12,11 +12,11 @@ import uvicorn
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.errors import DemoError
 from pagedkv.demo.loading import ModelFile, make_stores, say
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.server.app import make_app
 from pagedkv.demo.server.completion import Service
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.worker import Worker
+from pagedkv.serving import Scheduler
 
 _DEFAULT_BLOCKS = 1024
 _GRACE_SECONDS = 5  # for clients that do not take their last bytes
@@ -26,11 +26,10 @@ def run(options: argparse.Namespace) -> int:
     """Serves until SIGTERM, which is exit code 0, or Ctrl-C, which is KeyboardInterrupt as everywhere."""
     with _bind(options.host, options.serve) as listener:
         file = ModelFile(options.model)
-        remembers = not options.no_share
-        kv = make_stores(file.config, options.blocks or _DEFAULT_BLOCKS, options, remembers=remembers)
-        scheduler = Scheduler(kv, share=remembers)
-        metrics = Metrics(kv, scheduler)
-        engine = Engine(file.load(), kv, scheduler, file.tokenizer.stop_tokens)
+        stores = make_stores(file.config, options.blocks or _DEFAULT_BLOCKS, options)
+        scheduler = Scheduler(stores, share_prefixes=not options.no_share)
+        metrics = Metrics(scheduler)
+        engine = Engine(file.load(), scheduler, file.tokenizer.stop_tokens)
         worker = Worker(engine, scheduler, file.tokenizer.stop_tokens, metrics, options.max_queue)
         service = Service(
             model_id=file.id,

@@ -12,12 +12,11 @@ from functools import partial
 from typing import NamedTuple
 
 from pagedkv.demo.engine import Engine
-from pagedkv.demo.errors import RequestRefused
 from pagedkv.demo.model import F32
-from pagedkv.demo.scheduler import Request, Scheduler
 from pagedkv.demo.server.errors import ApiError, bad_request, engine_failed, shutting_down, too_many
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.text import StoppingText
+from pagedkv.serving import Request, Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Job:
     Parameters
     ----------
     prompt, max_tokens, choose
-        As `Scheduler.submit` takes them.
+        As `Engine.submit` takes them.
     text
         Turns its tokens into text.
     emit
@@ -113,7 +112,7 @@ class Worker:
         """
         if not self.is_serving:
             raise shutting_down()
-        n_running = self._scheduler.n_running
+        n_running = len(self._scheduler.running)
         if len(self._open) - n_running + len(jobs) > self.most_waiting:
             # A place is free when the next of those that run has ended.
             seconds = math.ceil(self._mean_seconds / max(1, n_running))
@@ -150,7 +149,7 @@ class Worker:
             self._stopping = True
             for job in list(self._open):
                 self._end(job, "shutdown", shutting_down())
-            self._scheduler.close()
+            self._engine.close()
 
     def _read_inbox(self) -> None:
         """Does what was asked for; sleeps while there is nothing to compute."""
@@ -165,8 +164,8 @@ class Worker:
 
     def _accept(self, job: Job) -> None:
         try:
-            job.request = self._scheduler.submit(job.prompt, job.max_tokens, job.choose)
-        except RequestRefused as error:
+            job.request = self._engine.submit(job.prompt, job.max_tokens, job.choose)
+        except ValueError as error:
             self._end(job, "refused", bad_request("prompt", str(error)))
         except Exception:
             _log.exception("a request cannot be queued")
@@ -176,20 +175,20 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            results = self._engine.step()
+            asking = self._engine.step()
         except Exception:
             # The step has changed nothing, but who caused it is not known: all that were in it end.
             _log.exception("a step failed")
             for request in self._scheduler.running or tuple(self._job_of):
                 self._end(self._job_of[request], "failed", engine_failed())
             return
-        for request, token in results:
-            self._add(self._job_of[request], request, token)
+        for request in asking:
+            self._add(self._job_of[request], request, request.tokens[-1])
 
     def _add(self, job: Job, request: Request, token: int) -> None:
         now = time.perf_counter()
         if job.n_generated == 0:
-            job.n_known = request.n_known or 0
+            job.n_known = request.n_reused or 0
             self._metrics.prompt_tokens.inc(len(job.prompt))
             self._metrics.first_token.observe(now - job.submitted)
         else:
@@ -200,9 +199,9 @@ class Worker:
 
         at_end = token in self._stop_tokens
         text = "" if at_end else job.text.feed(token)
-        if request.is_done and not job.text.stopped:
+        if request.finish_reason and not job.text.stopped:
             text += job.text.finish()
-        finish = "stop" if at_end or job.text.stopped else "length" if request.is_done else None
+        finish = "stop" if at_end or job.text.stopped else request.finish_reason
         if finish:
             self._mean_seconds += 0.1 * (now - job.submitted - self._mean_seconds)
             self._end(job, finish, Piece(text, finish))
@@ -214,7 +213,7 @@ class Worker:
         if job not in self._open:
             return
         if job.request is not None:
-            self._scheduler.finish(job.request)
+            self._engine.cancel(job.request)
             self._job_of.pop(job.request, None)
         self._metrics.requests[outcome].inc()
         self._open.discard(job)
