@@ -272,12 +272,11 @@ cdef class PagedKvStore:
         PagedStoreExhausted
             Fewer are free. Nothing was changed.
         """
-        cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
+        cdef Py_ssize_t i, count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.total:  # not worth an array of that size
             raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
-        cdef Py_ssize_t i
         if count == 0:
             return ids
         self.take(&out[0], count, 0)
@@ -356,7 +355,7 @@ cdef class PagedKvStore:
         self.copy_shared_rows(<int32_t>target, <int32_t>source, self.block_size)
 
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
-        if n > self.blocks.n_free() and self.reclaimer is not None:
+        if n > self.blocks.n_free():
             self.reclaim(n)
         if not self.blocks.take(ids, n):
             raise self.exhausted(n, held)
@@ -366,12 +365,15 @@ cdef class PagedKvStore:
 
     cdef int reclaim(self, Py_ssize_t n) except -1:
         """Ask the prefix cache for what is missing to n free blocks; again, where another thread was faster."""
-        prefix = self.reclaimer()
-        while prefix is not None and n > self.blocks.n_free() and prefix.reclaim(n - self.blocks.n_free()):
+        prefix = None if self.reclaimer is None else self.reclaimer()
+        while (prefix is not None and n > self.blocks.n_free()
+               and prefix.reclaim(n if n > self.blocks.total else n - self.blocks.n_free())):
             pass
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
+        if needed > self.blocks.total:
+            self.reclaim(needed)  # was not asked before: the error says what would be evictable now
         return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable)
 
     def _reclaim_from(self, prefix):
@@ -461,9 +463,7 @@ cdef class PagedKvStore:
         """
         cdef Py_ssize_t n_marks = as_size(width, "width", 1, 1024)
         tables = self.tables_of(caches)
-        prefix = self.reclaimer() if self.reclaimer is not None else None
-        if prefix is not None:
-            prefix.evictable_block_count  # ends the terms that are over
+        self.reclaim(self.blocks.total + 1)  # ends the terms that are over
         return BlockMap.draw(*self.blocks.snapshot(), tables, n_marks)
 
     def check(self, caches=()):
