@@ -20,7 +20,7 @@ from test_model import ARGUMENTS, MAX_CACHES, MOVES, Machine, dtypes, few, pick,
 
 import pagedkv
 
-# 10**5 moves in CI; PAGEDKV_MODEL_MOVES=1000000 for a long night.
+# 10**5 moves in CI; PAGEDKV_MODEL_MOVES=1000000 once in a while, for some minutes.
 N_MOVES = int(os.environ.get("PAGEDKV_MODEL_MOVES", 100_000 if os.environ.get("CI") else 10_000))
 MOVES_A_WALK = 5000
 
