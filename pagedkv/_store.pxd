@@ -24,7 +24,8 @@ cdef class BlockStore:
 
     # n blocks into ids, or PagedStoreExhausted with nothing changed. `held`: what the asking sequences hold already.
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1
-    # Called before anything is changed, with nothing locked: it may evict. The error tells what was asked in vain.
+    # Called before anything is changed, with nothing locked: it may evict, unless n is more than the store has. Either
+    # way the prefix cache ends its terms that are over. The error tells what was asked in vain.
     cdef int reclaim(self, Py_ssize_t n) except -1
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held)
     # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed

@@ -38,7 +38,7 @@ cdef class BlockStore:
     # --- holders ---
 
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
-        if n > self.blocks.n_free() and self.reclaimer is not None:
+        if n > self.blocks.n_free():
             self.reclaim(n)
         if not self.blocks.take(ids, n):
             raise self.exhausted(n, held)
@@ -48,12 +48,15 @@ cdef class BlockStore:
 
     cdef int reclaim(self, Py_ssize_t n) except -1:
         """Ask the prefix cache for what is missing to n free blocks; again, where another thread was faster."""
-        prefix = self.reclaimer()
-        while prefix is not None and n > self.blocks.n_free() and prefix.reclaim(n - self.blocks.n_free()):
+        prefix = None if self.reclaimer is None else self.reclaimer()
+        while (prefix is not None and n > self.blocks.n_free()
+               and prefix.reclaim(n if n > self.blocks.total else n - self.blocks.n_free())):
             pass
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
+        if needed > self.blocks.total:
+            self.reclaim(needed)  # was not asked before: the error says what would be evictable now
         return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable)
 
     def _reclaim_from(self, prefix):

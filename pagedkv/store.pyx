@@ -271,12 +271,11 @@ prefault=False, debug=False)\n--\n
         TypeError, ValueError
             ``n`` is no integer of at least 0.
         """
-        cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
+        cdef Py_ssize_t i, count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.total:  # not worth an array of that size
             raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
-        cdef Py_ssize_t i
         if count == 0:
             return ids
         self.take(&out[0], count, 0)
@@ -407,9 +406,7 @@ prefault=False, debug=False)\n--\n
         """
         cdef Py_ssize_t n_marks = as_size(width, "width", 1, 1024)
         tables = self.tables_of(caches)
-        prefix = self.reclaimer() if self.reclaimer is not None else None
-        if prefix is not None:
-            prefix.evictable_block_count  # ends the terms that are over
+        self.reclaim(self.blocks.total + 1)  # ends the terms that are over
         return BlockMap._draw(*self.blocks.snapshot(), tables, n_marks)
 
     def check(self, caches=()):

@@ -14,6 +14,10 @@ import pagedkv
 
 _row_numbers = itertools.count(1)
 
+unsanitized = pytest.mark.skipif(
+    bool(os.environ.get("PAGEDKV_SANITIZE")), reason="a sanitizer has memory and instructions of its own"
+)
+
 
 def rows(*shape):
     """float32 values with exactly representable, never repeated numbers: a row in the wrong place is seen."""

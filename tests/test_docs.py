@@ -229,7 +229,7 @@ def run_doctest(text, name):
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     assert test.examples
     report = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=report.append)
     assert not report, "".join(report)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import append, cache_state, contiguous_state, refused, rows, run_python, unchanged
+from helpers import append, cache_state, contiguous_state, refused, rows, run_python, unchanged, unsanitized
 from hostile import Array, Indexed, Liar, Unwilling, refuse
 
 import pagedkv
@@ -251,6 +251,7 @@ def test_a_store_that_cannot_be_allocated(sizes):
             pagedkv.PagedKvStore(*sizes, n_layers=2, debug=True)
 
 
+@unsanitized
 def test_a_store_whose_values_cannot_be_allocated_leaves_no_keys_behind():
     """K fits, V does not; in a process of its own with little address space, where a leak would show."""
     run_python("""

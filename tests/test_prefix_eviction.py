@@ -288,6 +288,22 @@ def test_a_short_store_evicts_what_it_needs(store, prefixes, way):
     assert matches(prefixes, A, B, C) == [0, 8, 0]
 
 
+@pytest.mark.parametrize("n", [15, 17])
+@pytest.mark.parametrize("way", range(4))
+def test_a_refusal_counts_what_the_end_of_a_term_has_freed(store, prefixes, clock, way, n):
+    """Whether the prefix cache was asked, or the request is more than the store has and nobody was."""
+    remember(prefixes, A, ttl=10)
+    remember(prefixes, B)
+    holder, _ = attach(prefixes, [*B, 9])
+    _, take = list(needs_blocks(store))[way]
+    for seconds, evictable in [(9.5, 0), (0.5, 2)]:
+        clock.now += seconds
+        with pytest.raises(PagedStoreExhausted) as full:
+            take(n)
+        assert (full.value.free, full.value.evictable) == (12, evictable)
+    assert holder.seq_len == 8
+
+
 def test_a_copy_of_a_shared_block_evicts_too(store, prefixes):
     remember(prefixes, A)
     cache, _ = sequence(store, 6)

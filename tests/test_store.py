@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import append, refused, rows, store_rows, store_state, unchanged
+from helpers import append, refused, rows, store_rows, store_state, unchanged, unsanitized
 
 import pagedkv
 
@@ -28,6 +28,7 @@ def test_v_is_as_wide_as_k_unless_told():
     assert (store.v_head_dim, store.v_width, store.n_layers) == (64, 128, 1)
 
 
+@unsanitized
 def test_a_large_store_costs_no_memory_until_it_is_written():
     before = resident_bytes()
     store = pagedkv.PagedKvStore(16, 1 << 16, 8, 128, n_layers=2)

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
@@ -315,6 +316,24 @@ def test_two_threads_that_write_one_sequence_lose_nothing_silently():
     got = cache.to_contiguous(store).k
     assert [int((got[:, 0] == value).sum()) for value in (1, 2)] == n_written
     assert (got == got[:, :1]).all()
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a CPython built without the GIL")
+def test_the_gil_stays_off():
+    """An extension that did not say that it can do without would turn it on; each one is imported."""
+    code = """
+        import importlib, pkgutil, sys
+        import pagedkv
+        found = [module.name for module in pkgutil.walk_packages(pagedkv.__path__, "pagedkv.")]
+        compiled = [name for name in found if importlib.util.find_spec(name).origin.endswith((".so", ".pyd"))]
+        for name in compiled:
+            importlib.import_module(name)
+        print(len(compiled), sys._is_gil_enabled())
+    """
+    n_compiled, enabled = run_python(code, PYTHON_GIL="").split()
+    assert int(n_compiled) >= 15
+    assert enabled == "False"
+    assert not sys._is_gil_enabled(), "something else that the tests import has turned it on"
 
 
 # --- how many threads a call may use ----------------------------------------------------------------

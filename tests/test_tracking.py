@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import unsanitized
 
 import pagedkv
 from pagedkv.cli import results
@@ -137,6 +138,7 @@ def test_counts_are_kept_by_version_and_environment(scripts, tmp_path, monkeypat
     assert instructions.main(options) == 2
 
 
+@unsanitized
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
 def test_instructions_are_counted(scripts, trees):
     """Of the slower push: 300 turns of an empty loop, of ten to two hundred instructions each."""

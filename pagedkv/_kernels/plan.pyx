@@ -75,8 +75,9 @@ cdef int plan_attend(AttendPlan* plan, const KvView* kv, const QuerySpan* spans,
         add_span(&planner, i)
     if planner.failed:
         return -1
-    # The longest first, so that none is left to run alone at the end.
-    qsort(plan.tasks, plan.n_tasks, sizeof(AttendTask), compare_tasks)
+    if plan.n_tasks:  # qsort may not be given NULL
+        # The longest first, so that none is left to run alone at the end.
+        qsort(plan.tasks, plan.n_tasks, sizeof(AttendTask), compare_tasks)
     return 0
 
 

@@ -11,9 +11,15 @@ SIMD_INLINE V(vec) V(load)(const float *p) { return _mm256_loadu_ps(p); }
 SIMD_INLINE __m256i V(first)(ptrdiff_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) { return _mm256_maskload_ps(p, V(first)(n)); }
+SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) {
+    simd_see_load(p, n);
+    return _mm256_maskload_ps(p, V(first)(n));
+}
 SIMD_INLINE void V(store)(float *p, V(vec) v) { _mm256_storeu_ps(p, v); }
-SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) { _mm256_maskstore_ps(p, V(first)(n), v); }
+SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) {
+    simd_see_store(p, n);
+    _mm256_maskstore_ps(p, V(first)(n), v);
+}
 SIMD_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm256_add_ps(a, b); }
 SIMD_INLINE V(vec) V(sub)(V(vec) a, V(vec) b) { return _mm256_sub_ps(a, b); }
 SIMD_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm256_mul_ps(a, b); }

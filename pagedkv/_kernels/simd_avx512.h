@@ -9,9 +9,15 @@ SIMD_INLINE V(vec) V(zero)(void) { return _mm512_setzero_ps(); }
 SIMD_INLINE V(vec) V(set1)(float x) { return _mm512_set1_ps(x); }
 SIMD_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
 SIMD_INLINE __mmask16 V(first)(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
-SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) { return _mm512_maskz_loadu_ps(V(first)(n), p); }
+SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) {
+    simd_see_load(p, n);
+    return _mm512_maskz_loadu_ps(V(first)(n), p);
+}
 SIMD_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
-SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) { _mm512_mask_storeu_ps(p, V(first)(n), v); }
+SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) {
+    simd_see_store(p, n);
+    _mm512_mask_storeu_ps(p, V(first)(n), v);
+}
 SIMD_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
 SIMD_INLINE V(vec) V(sub)(V(vec) a, V(vec) b) { return _mm512_sub_ps(a, b); }
 SIMD_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm512_mul_ps(a, b); }

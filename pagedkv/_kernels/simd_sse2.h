@@ -11,7 +11,7 @@ SIMD_INLINE V(vec) V(load)(const float *p) { return _mm_loadu_ps(p); }
 SIMD_INLINE V(vec) V(load_part)(const float *p, ptrdiff_t n) {
     if (n == 1)
         return _mm_load_ss(p);
-    __m128 low = _mm_castpd_ps(_mm_load_sd((const double *)(const void *)p));
+    __m128 low = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)p));
     return n == 2 ? low : _mm_movelh_ps(low, _mm_load_ss(p + 2));
 }
 SIMD_INLINE void V(store)(float *p, V(vec) v) { _mm_storeu_ps(p, v); }
@@ -20,7 +20,7 @@ SIMD_INLINE void V(store_part)(float *p, V(vec) v, ptrdiff_t n) {
         _mm_store_ss(p, v);
         return;
     }
-    _mm_store_sd((double *)(void *)p, _mm_castps_pd(v));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_castps_si128(v));
     if (n == 3)
         _mm_store_ss(p + 2, _mm_movehl_ps(v, v));
 }
