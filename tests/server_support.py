@@ -75,6 +75,7 @@ class Gate:
 
     def __init__(self, model):
         self._model = model
+        self.config = model.config
         self._open = threading.Event()
         self._open.set()
         self.seconds = 0.0

@@ -61,7 +61,7 @@ def test_a_run_prints_texts_to_stdout_and_the_table_to_stderr(path, capsys):
     assert main(["demo", "--model", path, "--max-tokens", "5", "--verify", *arguments]) == 0
     out, err = capsys.readouterr()
     assert set(continuations(out, prompts)) == {1, 2, 3}
-    for name in ("prefill", "decode", "K/V held", "blocks held", "blocks shared", "sent back", "attention"):
+    for name in ("prefill", "decode", "K/V held", "blocks held", "shared", "sent back", "attention"):
         assert re.search(rf"^{name} ", err, flags=re.MULTILINE)
     assert "verified: 3 of 3" in err
 
@@ -177,7 +177,7 @@ def test_sizes_that_do_not_fit_are_refused(path, capsys):
     line = fails(capsys, "--model", path, "--prompt", "hello", "--max-tokens", "1000")
     assert line.endswith("prompt 1: 2 tokens and 1000 new ones are more than the model's context of 256")
     line = fails(capsys, "--model", path, "--prompt", "hello", "--blocks", "2", "--max-tokens", "100")
-    assert line.endswith("prompt 1: 2 prompt tokens and 100 new ones need 7 blocks of 16, the store has 2")
+    assert line.endswith("prompt 1: 2 tokens and 100 new ones need 7 blocks of 16, the stores have 2")
     line = fails(capsys, "--model", path, "--prompt", "he", "--blocks", "2147483647", "--block-size", "2147483647")
     assert "no memory" in line
 

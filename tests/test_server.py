@@ -465,7 +465,9 @@ def test_events_are_what_the_protocol_says(served):
     connection = open_stream(served, PROMPT, max_tokens=2)
     received = b""
     while b"[DONE]\n\n" not in received:
-        received += connection.recv(4096)
+        part = connection.recv(4096)
+        assert part, f"closed after {received!r}"
+        received += part
     connection.close()
     head, body = received.decode().split("\r\n\r\n", 1)
     assert head.startswith("HTTP/1.1 200")

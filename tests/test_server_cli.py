@@ -100,7 +100,7 @@ def test_options_reach_the_server(path):
     with server("--model", path, "--kv-dtype", "float16", *options) as process:
         answer = client(process).completions.create(model="tiny", prompt="hello", temperature=0)
         assert answer.usage.completion_tokens == 4
-        with pytest.raises(openai.BadRequestError, match="need 8 blocks of 8, the store has 7"):
+        with pytest.raises(openai.BadRequestError, match="need 8 blocks of 8, the stores have 7"):
             client(process).completions.create(model="tiny", prompt=[7] * 50, max_tokens=10)
         with pytest.raises(openai.BadRequestError, match="more than 3"):
             client(process).completions.create(model="tiny", prompt="hello", n=4)

@@ -235,9 +235,11 @@ def test_what_cannot_fit_is_refused_at_once():
     scheduler.submit([1] * 13, 4)
     with pytest.raises(ValueError, match="13 tokens and 5 new ones need 5 blocks of 4, the stores have 4"):
         scheduler.submit([1] * 13, 5)
-    for prompt, n_new in (([], 3), ([1], 0), ([1], -1)):
-        with pytest.raises(ValueError, match="expected a prompt of a token or more"):
-            scheduler.submit(prompt, n_new)
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        scheduler.submit([], 3)
+    for n_new in (0, -1):
+        with pytest.raises(ValueError, match=f"max_new_tokens: expected 1 or more, got {n_new}"):
+            scheduler.submit([1], n_new)
     with pytest.raises(ValueError, match="max_running"):
         Scheduler(make_stores(), max_running=0)
     with pytest.raises(ValueError, match="prefill_rows"):

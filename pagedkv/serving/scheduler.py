@@ -281,10 +281,10 @@ class Scheduler:
         ValueError
             It could not run even if it were alone.
         """
-        if n_prompt < 1 or max_new_tokens < 1:
-            raise ValueError(
-                f"expected a prompt of a token or more and room for new ones, got {n_prompt} and {max_new_tokens}"
-            )
+        if n_prompt < 1:
+            raise ValueError("the prompt has no tokens")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}")
         # The last token that is generated is never computed itself.
         n_blocks = self.stores.blocks_for(n_prompt + max_new_tokens - 1)
         if n_blocks > self.stores.total_blocks:
