@@ -85,7 +85,8 @@ def test_the_shell_commands_name_what_there_is():
     for command in commands:
         for path in re.findall(r"\b(?:benchmarks|tests)/[\w./]+", command):
             assert (README.parent / path).exists(), command
-        for extra in re.findall(r"\[([\w,]+)\]", command) if "pip install" in command else []:
+        extras = re.findall(r"\[([\w,]+)\]", command) if "pip install" in command else []
+        for extra in ",".join(extras).split(",") if extras else ():
             pyproject = (README.parent / "pyproject.toml").read_text(encoding="utf-8")
             assert re.search(rf"^{extra} = \[", pyproject, flags=re.MULTILINE), command
 

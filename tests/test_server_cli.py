@@ -148,7 +148,7 @@ def test_the_readmes_command_names_extras_that_are_there():
     tomllib = pytest.importorskip("tomllib")
     extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [command] = [line for line in blocks("sh")[0].splitlines() if "pip install" in line]
-    names = re.search(r'pip install "\.\[([\w,]+)\]" && python -m pagedkv demo --serve 8000$', command)[1].split(",")
+    names = re.search(r'pip install -e "\.\[([\w,]+)\]" && python -m pagedkv demo --serve 8000$', command)[1].split(",")
     assert {"starlette", "uvicorn", "prometheus-client", "gguf"} <= {
         re.split("[<>=]", need)[0] for name in names for need in extras[name]
     }

@@ -1,10 +1,8 @@
 """A small CPU server loop for Gemma 3, on NumPy and pagedkv: `python -m pagedkv demo`.
 
-Read it from the inside out:
+Who computes what next, and on which blocks, is `pagedkv.serving`. Read the rest from the inside out:
 
-    scheduler.py   who computes what next: queue, admission, sharing, sending back
-    kv.py          the model's K/V in two stores, and the forward pass as a transaction
-    engine.py      the loop: plan, compute, hand out tokens; sampling.py: how they are chosen
+    engine.py      a step of everything that runs; sampling.py: how tokens are chosen
     model.py       Gemma 3 in NumPy; config.py: its shape
     gguf_file.py   the weights; tokenizer.py: the text
     verify.py      the same tokens the simple way

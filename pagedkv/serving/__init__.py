@@ -29,7 +29,8 @@ Examples
 """
 
 from pagedkv.serving.prefixes import ModelPrefixes
-from pagedkv.serving.scheduler import Batch, Request, Scheduler, SchedulerCounts
+from pagedkv.serving.requests import Batch, Request
+from pagedkv.serving.scheduler import Scheduler, SchedulerCounts
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
 from pagedkv.serving.stores import LayerGroup, LayerShape, ModelStores
 
