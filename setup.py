@@ -93,7 +93,7 @@ NO_COMPILER = """pagedkv is built by a C compiler, and none could be run. To ins
   Windows           the Build Tools for Visual Studio, with "Desktop development with C++"
 CC names another one than the default."""
 
-NO_HEADERS = f"""pagedkv is built with the headers of Python, and the compiler did not find or take Python.h. To install it:
+NO_HEADERS = f"""pagedkv is built with the headers of Python, and Python.h is missing or did not compile. To install it:
   Debian, Ubuntu    apt-get install python3-dev, or python{sys.version_info[0]}.{sys.version_info[1]}-dev
   Fedora, RHEL      dnf install python3-devel
   Alpine            apk add python3-dev musl-dev
