@@ -8,10 +8,12 @@ PAGEDKV_SANITIZE=...  a list for -fsanitize, such as "address,undefined" or "thr
 
 import os
 import sys
+import tempfile
 
-import numpy
-from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
+from setuptools.errors import CompileError, PlatformError
 
 # module -> the headers to watch
 MODULES = {
@@ -57,7 +59,7 @@ DIRECTIVES = {
 def compiler_options():
     """Flags for the compiler and the linker."""
     if sys.platform == "win32":
-        return ["/std:c11", "/O2"], []
+        return ["/std:c11", "/experimental:c11atomics", "/O2"], []
     level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3"
     compile_args = ["-std=c11", level, "-fvisibility=hidden"]
     link_args = []
@@ -76,15 +78,72 @@ def extensions():
             name,
             [name.replace(".", "/") + ".pyx"],
             depends=headers,
-            include_dirs=["pagedkv/_kernels", numpy.get_include()],
+            include_dirs=["pagedkv/_kernels"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args,
             extra_link_args=link_args,
         )
 
 
+NO_COMPILER = """pagedkv is built by a C compiler, and none could be run. To install one:
+  Debian, Ubuntu    apt-get install build-essential
+  Fedora, RHEL      dnf install gcc
+  Alpine            apk add build-base
+  macOS             xcode-select --install
+  Windows           the Build Tools for Visual Studio, with "Desktop development with C++"
+CC names another one than the default."""
+
+NO_HEADERS = f"""pagedkv is built with the headers of Python, and Python.h is missing or did not compile. To install it:
+  Debian, Ubuntu    apt-get install python3-dev, or python{sys.version_info[0]}.{sys.version_info[1]}-dev
+  Fedora, RHEL      dnf install python3-devel
+  Alpine            apk add python3-dev musl-dev
+  macOS, Windows    it comes with the Python of python.org, Homebrew, conda, pyenv and uv
+This Python is {sys.executable}."""
+
+
+class BuildExt(build_ext):
+    """First whether anything can be compiled here, then Cython for all modules, then the compiler."""
+
+    def build_extensions(self):
+        self.try_compiling("int pagedkv_probe;\n", NO_COMPILER)
+        self.try_compiling("#include <Python.h>\n", NO_HEADERS)
+        # Not before: what only describes the package, or finds no compiler, does not wait for these.
+        import numpy
+        from Cython.Build import cythonize
+
+        done = cythonize(self.extensions, compiler_directives=DIRECTIVES, nthreads=os.cpu_count() or 1)
+        for extension, translated in zip(self.extensions, done, strict=True):
+            extension.sources = translated.sources
+            extension.depends = translated.depends
+            extension.include_dirs.append(numpy.get_include())
+        super().build_extensions()
+
+    def try_compiling(self, code, hint):
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "probe.c")
+            with open(source, "w", encoding="ascii") as file:
+                file.write(code)
+            try:
+                self.compiler.compile([source], output_dir=folder)
+            except (CompileError, PlatformError) as error:
+                raise CompileError(f"{error}\n\n{hint}") from error
+
+
+class Sdist(sdist):
+    """With all that is tested and measured from a source tree, and nothing that Cython made."""
+
+    def make_distribution(self):
+        self.filelist.append("CHANGELOG.md")
+        for folder in "pagedkv", "tests", "benchmarks":
+            self.filelist.graft(folder)
+        for made in "*.c", "*.html", "*.so", "*.pyd", "*.py[co]":
+            self.filelist.global_exclude(made)
+        super().make_distribution()
+
+
 if __name__ == "__main__":  # cythonize starts processes that import this file where they cannot fork
     setup(
-        ext_modules=cythonize(list(extensions()), compiler_directives=DIRECTIVES, nthreads=os.cpu_count() or 1),
+        ext_modules=list(extensions()),
+        cmdclass={"build_ext": BuildExt, "sdist": Sdist},
         options={"build_ext": {"parallel": os.cpu_count() or 1}},
     )

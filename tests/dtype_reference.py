@@ -37,10 +37,10 @@ class Rows:
     def decode(self):
         if self.dtype == "bfloat16":
             return (self.values.astype(np.uint32) << 16).view(np.float32)
-        values = self.values.astype(np.float32)
-        if self.dtype == "int8":
-            with np.errstate(over="ignore"):  # 127 times a scale that was rounded up may be beyond the largest float32
-                values *= self.scales[..., None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.values.astype(np.float32)  # some CPUs report a signalling NaN
+            if self.dtype == "int8":
+                values *= self.scales[..., None]  # 127 times a scale that was rounded up may be beyond float32
         return values
 
 
@@ -51,7 +51,7 @@ def encode(dtype, rows):
     if dtype == "float32":
         return Rows(dtype, rows.copy())
     if dtype == "float16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return Rows(dtype, rows.astype(np.float16))
     if dtype == "bfloat16":
         return Rows(dtype, to_bfloat16(rows))
