@@ -22,7 +22,9 @@ MODULES = {
 }
 # Where they are defined: they are listed without what they integrate, too.
 FILES = {
-    "pagedkv.serving": [f"pagedkv.serving.{part}" for part in ("prefixes", "requests", "scheduler", "sequences", "stores")],
+    "pagedkv.serving": [
+        f"pagedkv.serving.{part}" for part in ("prefixes", "requests", "scheduler", "sequences", "stores")
+    ],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.transformers": [
         "pagedkv.integrations.transformers.cache",
