@@ -1,5 +1,7 @@
 """What the tests of the prefix cache share."""
 
+from contextlib import contextmanager
+
 import numpy as np
 from helpers import append
 
@@ -40,16 +42,22 @@ def first(kv, n):
     return tuple(side[:, :n] for side in kv)
 
 
-def used_last(prefixes, space, sources):
-    """Which of several equal sources was copied is the cache's choice; it is the one it has just used."""
-    tree = prefixes._trees[space]
-    ends = [tree.find(np.array(source, "<i8").tobytes())[0] for source in sources]
-    for source, node in zip(sources, ends, strict=True):
-        nodes = list(tree.orders[node.priority])
-        path = set(tree.path(node))
-        if all(later in path for later in nodes[nodes.index(node) :]) and node.end == len(source):
-            return source
-    raise AssertionError("no source was used")
+@contextmanager
+def uses(prefixes, space):
+    """Collects the tokens of each path of a namespace that is used meanwhile: which of several equal beginnings a copy
+    is made from is the cache's choice."""
+    tree, found = prefixes._trees.get(space), []
+
+    def use(node, *arguments):
+        keys = [bytes(part.key) for part in tree.path(node)]
+        found.append(tuple(np.frombuffer(b"".join(reversed(keys)), "<i8").tolist()))
+        return type(tree).use(tree, node, *arguments)
+
+    if tree is not None:
+        tree.use = use
+    yield found
+    if tree is not None:
+        del tree.use
 
 
 def fill(store):

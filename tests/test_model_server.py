@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pairs import CachePair, Handle, StorePair, both, outcome
 from prefix_reference import Prefixes
-from prefix_support import Clock, used_last
+from prefix_support import Clock, uses
 from test_model import ARGUMENTS, MAX_CACHES, MOVES, Machine, dtypes, few, pick, walk
 
 import pagedkv
@@ -225,8 +225,10 @@ class Server(Machine):
         assert self.prefixes.match(spell(prompt), namespace=space) == n
         shared = self.prefixes.match_blocks(spell(prompt), namespace=space)
         sources = self.known.sources(space, n, prompt)
-        got = self.prefixes.attach(cache.real, spell(prompt), namespace=space)
-        used = used_last(self.prefixes, space, sources) if sources else None
+        with uses(self.prefixes, space) as used:
+            got = self.prefixes.attach(cache.real, spell(prompt), namespace=space)
+        used = used[0] if sources else None
+        assert used is None or used in sources
         assert cache.twin.attach(twin, space, prompt, used) == got
         assert cache.real.block_table[: len(shared)].tolist() == shared.tolist()
         assert cache.real.store is (real if got else None)
