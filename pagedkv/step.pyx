@@ -319,6 +319,7 @@ cdef class Step:
         cdef PagedKvCache cache
         cdef Change* change
         cdef Py_ssize_t i, n_new, n_taken = 0, n_private = 0
+        cdef bint enough
         for i in range(self.n_caches):
             cache = <PagedKvCache>self.caches[i]
             change = &self.changes[i]
@@ -340,8 +341,12 @@ cdef class Step:
         if n_taken:
             try:
                 store.take(&self.taken[0], n_taken, 0)
+                enough = True
             except PagedStoreExhausted:
-                raise self.exhausted(n_taken) from None
+                enough = False
+            # Not inside: the first error would hang on to the second one, and with its frames to these caches.
+            if not enough:
+                raise self.exhausted(n_taken)
         self.n_taken = n_taken
         self.lay_out()
         self.laid_out = True

@@ -25,6 +25,8 @@ def both(real_action, twin_action):
     assert type(error) is expected, f"expected {expected.__name__} ({refusal}), got {error!r}"
     for name, value in vars(refusal).items():
         assert getattr(error, name) == value, f"{name}: expected {value}, got {error!r}"
+    if isinstance(error, pagedkv.PagedKvError):
+        assert error.__context__ is None, f"{error!r} holds on to the frames of {error.__context__!r}"
     return None
 
 

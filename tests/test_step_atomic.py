@@ -71,6 +71,7 @@ def test_a_store_that_is_short_refuses_the_whole_batch(store, free):
         step.__enter__()
     assert (caught.value.needed, caught.value.free, caught.value.total) == (5, free, 16)
     assert caught.value.can_ever_fit
+    assert caught.value.__context__ is None  # whose frames could hold on to the caches
     for cache in caches:
         append(store, cache, 0)  # none is locked
 
