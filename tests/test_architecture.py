@@ -1,5 +1,7 @@
 """The rooms of the package, and who may import whom: imports go down only."""
 
+import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -169,6 +171,20 @@ def test_an_import_brings_nothing_but_numpy_and_the_standard_library():
     foreign = set(brought.split()) - set(sys.stdlib_module_names) - {"pagedkv", "numpy"}
     assert {name for name in foreign if "cython" not in name} == set()  # what compiled modules share is no import
     assert not {name.split(".")[1] for name in own.split()} & {"cli", "demo", "integrations", "serving"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_import_what_is_there(path):
+    """Most of them run only where somebody measures."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pagedkv":
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as error:
+                if error.name.split(".")[0] == "pagedkv":
+                    raise
+                continue  # an extra that is not installed
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_the_public_names():

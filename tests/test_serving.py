@@ -160,11 +160,45 @@ def test_what_is_refused_changes_nothing():
     stores = make_stores()
     scheduler, model = Scheduler(stores), Model(stores)
     request = scheduler.submit([1, 2], 3)
-    with pytest.raises(ValueError):  # noqa: PT011
+    with pytest.raises(ValueError, match="request: expected one of this scheduler"):
         Scheduler(stores).cancel(request)
     assert request.finish_reason is None
     run(scheduler, model)
     assert request.generated == answer_of([1, 2], 3)
+
+
+REFUSED = [
+    {"prompt": [1.5]},
+    {"prompt": [-1]},
+    {"prompt": [2**63]},
+    {"prompt": [True]},
+    {"prompt": "text"},
+    {"prompt": None},
+    {"max_new_tokens": 2.5},
+    {"max_new_tokens": True},
+    {"max_new_tokens": None},
+    {"stop_tokens": None},
+    {"stop_tokens": 3},
+    {"namespace": "a"},
+]
+
+
+@pytest.mark.parametrize("given", REFUSED, ids=str)
+def test_a_bad_request_is_refused_when_it_comes(given):
+    """Not in a step, which would then fail for everybody, and again and again."""
+    stores = make_stores()
+    scheduler, model = Scheduler(stores), Model(stores)
+    request = scheduler.submit(np.array([1, 2]), 3)
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(given))}: expected"):
+        scheduler.submit(**{"prompt": [1, 2], "max_new_tokens": 3, **given})
+    assert scheduler.waiting == (request,)
+    run(scheduler, model)
+    assert request.generated == answer_of([1, 2], 3)
+
+
+def test_a_step_of_nothing():
+    scheduler = Scheduler(make_stores())
+    assert scheduler.step(lambda batch, running: pytest.fail("there is nothing to compute")) == []
 
 
 def test_cancelling():
@@ -269,9 +303,102 @@ def test_a_forward_pass_that_others_run():
     assert (sequence.seq_len, held(stores)) == (0, [0, 0, 0])
 
 
-@pytest.mark.parametrize("shapes", [[], [LayerShape(0, 1, 4)], [LayerShape(-3, 1, 4)]])
+def computed(stores, n, sequence=None):
+    """A sequence with so many positions more."""
+    sequence = sequence or ModelSequence(stores)
+    with ForwardPass(stores, [sequence], [n]) as running:
+        write_all(running, n)
+    return sequence
+
+
+def write_all(running, n):
+    for layer in range(running.stores.n_layers):
+        shape = running.stores.group_of(layer).shape
+        v_head_dim = shape.v_head_dim or shape.head_dim
+        k, v = (np.ones((n, shape.n_kv_heads, head_dim), np.float32) for head_dim in (shape.head_dim, v_head_dim))
+        running.write(layer, k, v)
+
+
+def test_a_pass_that_has_ended_stays_as_it_is():
+    """As a step does: what was committed is not taken back by what comes later in the block, nor by `rollback`."""
+    stores = make_stores()
+    sequence = ModelSequence(stores)
+    with ForwardPass(stores, [sequence], [3]) as running:
+        write_all(running, 3)
+        running.commit()
+    assert sequence.seq_len == 3
+    running = ForwardPass(stores, [sequence], [2])
+    write_all(running, 2)
+    running.commit()
+    running.__exit__(OSError, OSError("later"), None)
+    running.rollback()
+    with pytest.raises(RuntimeError, match="ended"):
+        running.commit()
+    assert [cache.seq_len for cache in sequence.caches] == [5, 5, 5]
+    with ForwardPass(stores, [sequence], [2]) as running:
+        running.rollback()
+    assert sequence.seq_len == 5
+
+
+def test_a_pass_takes_iterators():
+    stores = make_stores()
+    sequence = ModelSequence(stores)
+    with ForwardPass(stores, iter([sequence]), iter([3])) as running:
+        assert running.n_rows == 3
+        write_all(running, 3)
+    assert sequence.seq_len == 3
+
+
+def test_a_sequence_is_cut_in_all_stores_or_in_none():
+    stores = make_stores()
+    sequence = computed(stores, 20)
+    sequence.drop_unneeded()  # two of three have a window
+    before = held(stores)
+    for n_positions in (-1, 3):
+        assert not sequence.can_truncate_to(n_positions)
+        with pytest.raises(ValueError, match=f"n_positions: expected 12 or more, got {n_positions}"):
+            sequence.truncate(n_positions)
+        assert [cache.seq_len for cache in sequence.caches] == [20] * 3
+        assert held(stores) == before
+    sequence.truncate(19)
+    assert sequence.seq_len == 19
+
+
+def test_attaching_to_a_sequence_that_holds_blocks():
+    """Is refused, and leaves it what it has."""
+    stores = make_stores()
+    tokens = list(range(8))
+    stores.prefixes.insert(tokens, computed(stores, 8))
+    sequence, reserved = computed(stores, 5), ModelSequence(stores)
+    reserved.reserve(5)
+    before = held(stores)
+    for other in (sequence, reserved):
+        with pytest.raises(ValueError, match="sequence: expected one that holds no blocks"):
+            stores.prefixes.attach(other, [*tokens, 9])
+    assert (sequence.seq_len, held(stores)) == (5, before)
+    reserved.release()
+    assert stores.prefixes.attach(reserved, [*tokens, 9]) == reserved.seq_len == 8
+
+
+def test_layers_and_caches_that_are_not_there():
+    stores = make_stores()
+    sequence = ModelSequence(stores)
+    for layer in (-1, 4):
+        with pytest.raises(IndexError, match=f"layer: expected 0 to 3, got {layer}"):
+            stores.place_of(layer)
+    with ForwardPass(stores, [sequence], [1]) as running:
+        with pytest.raises(IndexError, match="layer: expected 0 to 3, got -1"):
+            running.write(-1, *np.ones((2, 1, 8), np.float32))
+        running.rollback()
+    with pytest.raises(ValueError, match="caches: expected 3, got 1"):
+        ModelSequence(stores, sequence.caches[:1])
+
+
+@pytest.mark.parametrize(
+    "shapes", [[], [LayerShape(0, 1, 4)], [LayerShape(-3, 1, 4)], [LayerShape(2.5, 1, 4)], [LayerShape(None, 1, 4), 7]]
+)
 def test_shapes_that_are_refused(shapes):
-    with pytest.raises(ValueError, match="shapes"):
+    with pytest.raises((TypeError, ValueError), match="shapes"):
         ModelStores(shapes, 4)
 
 

@@ -95,8 +95,10 @@ class ModelPrefixes:
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            As for `PrefixCache.attach`. The sequence is empty.
+            As for `PrefixCache.attach`. The sequence is as it was.
         """
+        if any(cache.capacity for cache in sequence.caches):  # what it holds would be given back below
+            raise ValueError(f"sequence: expected one that holds no blocks, got {sequence!r}")
         ids = np.asarray(tokens)
         try:
             n_reused = min(

@@ -9,16 +9,22 @@ is no longer known by then; the oldest never does, so every request that fits al
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pagedkv import PagedStoreExhausted
+from pagedkv._arrays import as_size
+from pagedkv._keys import as_namespace, as_token_ids
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
 from pagedkv.serving.stores import ModelStores
+
+if TYPE_CHECKING:
+    from pagedkv._keys import Tokens
 
 
 @dataclass
@@ -141,12 +147,12 @@ class Scheduler:
 
         Raises
         ------
-        ValueError
-            It could not run even if it were alone.
+        TypeError, ValueError
+            It could not run even if it were alone; no integers.
         """
         if n_prompt < 1:
             raise ValueError("the prompt has no tokens")
-        if max_new_tokens < 1:
+        if as_size(max_new_tokens, "max_new_tokens", -sys.maxsize, sys.maxsize) < 1:
             raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}")
         # The last token that is generated is never computed itself.
         n_blocks = self.stores.blocks_for(n_prompt + max_new_tokens - 1)
@@ -158,7 +164,7 @@ class Scheduler:
 
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: Tokens,
         max_new_tokens: int,
         *,
         stop_tokens: Collection[int] = (),
@@ -168,7 +174,7 @@ class Scheduler:
 
         Parameters
         ----------
-        prompt : sequence of int
+        prompt : list, tuple, range or integer array ``[n]``
             Token ids, one or more.
         max_new_tokens : int
             1 or more.
@@ -183,13 +189,16 @@ class Scheduler:
 
         Raises
         ------
-        ValueError
-            No tokens; more than the stores could hold even if it were alone.
+        TypeError, ValueError
+            No tokens; more than the stores could hold even if it were alone; what is no token id, number or bytes.
         """
-        self.check_fits(len(prompt), max_new_tokens)
-        request = Request(
-            self._n_submitted, prompt, max_new_tokens, ModelSequence(self.stores), stop_tokens, namespace
-        )
+        # All of it here: what a step finds wrong ends the step, and everybody's.
+        tokens = as_token_ids(prompt, "prompt").tolist()
+        if not isinstance(stop_tokens, Collection):
+            raise TypeError(f"stop_tokens: expected token ids, got {type(stop_tokens).__name__}")
+        name, stops = as_namespace(namespace), frozenset(stop_tokens)
+        self.check_fits(len(tokens), max_new_tokens)
+        request = Request(self._n_submitted, tokens, max_new_tokens, ModelSequence(self.stores), stops, name)
         self._n_submitted += 1
         self._queue.append(request)
         return request
@@ -206,13 +215,16 @@ class Scheduler:
         Returns
         -------
         list of Request
-            Those that got a token, their ``tokens[-1]``. ``finish_reason`` says which of them have ended.
+            Those that got a token, their ``tokens[-1]``. ``finish_reason`` says which of them have ended. None where
+            nothing waits and nothing runs: then ``compute`` is not called.
 
         Raises
         ------
         PagedStoreExhausted
             Others hold the blocks that a single request needs.
         """
+        if self.is_idle:
+            return []
         while True:
             batch = self._plan()
             try:
@@ -243,6 +255,8 @@ class Scheduler:
             A request of another scheduler.
         """
         if request.finish_reason is None:
+            if request not in self._running and request not in self._queue:
+                raise ValueError(f"request: expected one of this scheduler, got {request!r}")
             self._end(request, "cancelled")
 
     def close(self) -> None:

@@ -23,6 +23,11 @@ class ModelSequence:
     caches : list of PagedKvCache, optional
         One for each store, in the order of ``stores.groups``; new ones without it.
 
+    Raises
+    ------
+    ValueError
+        More caches than stores, or fewer.
+
     Notes
     -----
     Threads: belongs to one thread at a time, as its caches do.
@@ -42,6 +47,8 @@ class ModelSequence:
     def __post_init__(self) -> None:
         if not self.caches:
             self.caches = [PagedKvCache() for _ in self.stores.groups]
+        if len(self.caches) != len(self.stores.groups):
+            raise ValueError(f"caches: expected {len(self.stores.groups)}, got {len(self.caches)}")
 
     @property
     def seq_len(self) -> int:
@@ -69,7 +76,7 @@ class ModelSequence:
         TypeError
             No number.
         """
-        return n_positions <= self.seq_len and all(
+        return 0 <= n_positions <= self.seq_len and all(
             cache.first_position <= group.first_needed(n_positions) for group, cache in self._places()
         )
 
@@ -84,11 +91,14 @@ class ModelSequence:
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            As for `PagedKvCache.truncate`.
+            As for `PagedKvCache.truncate`. Nothing was changed.
         """
-        for group, cache in self._places():
-            if cache.seq_len > n_positions:
-                cache.truncate(group.store, n_positions)
+        longer = [(group, cache) for group, cache in self._places() if cache.seq_len > n_positions]
+        first = max((cache.first_position for _, cache in longer), default=0)
+        if n_positions < first:  # asked here, since a cache that drops nothing would have been cut by then
+            raise ValueError(f"n_positions: expected {first} or more, got {n_positions}")
+        for group, cache in longer:
+            cache.truncate(group.store, n_positions)
 
     def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
         """Takes the blocks of so many positions in every store, or none.
@@ -180,13 +190,14 @@ class ForwardPass:
         self.stores = stores
         self.sequences = tuple(sequences)
         self.query_lens = tuple(query_lens)
-        self.n_rows = sum(query_lens)
+        self.n_rows = sum(self.query_lens)
         self.written: set[int] = set()
-        self._seq_lens = [sequence.seq_len for sequence in sequences]
+        self._seq_lens = [sequence.seq_len for sequence in self.sequences]
         self._steps: list[Step] = []
+        self._is_open = True
         try:
             for number, group in enumerate(stores.groups):
-                step = Step(group.store, [sequence.caches[number] for sequence in sequences], self.query_lens)
+                step = Step(group.store, [sequence.caches[number] for sequence in self.sequences], self.query_lens)
                 self._steps.append(step)
                 step.__enter__()
         except BaseException:
@@ -197,11 +208,11 @@ class ForwardPass:
         return self
 
     def __exit__(self, error: object, value: object, traceback: object) -> None:
-        """Commits, or rolls back after an exception."""
-        if error is None:
-            self.commit()
-        else:
+        """`commit`, or after an exception `rollback`; nothing if that was done before."""
+        if error is not None:
             self.rollback()
+        elif self._is_open:
+            self.commit()
 
     @property
     def is_complete(self) -> bool:
@@ -260,8 +271,10 @@ class ForwardPass:
         Raises
         ------
         RuntimeError
-            A layer was not written; everything was rolled back.
+            It has ended before; or a layer was not written, and everything was rolled back.
         """
+        if not self._is_open:
+            raise RuntimeError("the forward pass has ended already")
         if self.n_rows and not self.is_complete:
             self.rollback()
             missing = sorted(set(range(self.stores.n_layers)) - self.written)
@@ -269,14 +282,18 @@ class ForwardPass:
         try:
             for step in self._steps:
                 step.commit()
+            self._is_open = False
         except BaseException:
             self.rollback()
             raise
 
     def rollback(self) -> None:
-        """Ends the pass, and leaves every sequence as it was."""
+        """Ends the pass, and leaves every sequence as it was. One that has ended stays as it is."""
+        if not self._is_open:
+            return
         for step in self._steps:
             step.__exit__(GeneratorExit, None, None)  # one that is open is rolled back, others take no notice
         # The stores commit one after the other: those that did before an interrupt are taken back.
         for sequence, length in zip(self.sequences, self._seq_lens, strict=True):
             sequence.truncate(length)
+        self._is_open = False

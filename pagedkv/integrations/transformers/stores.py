@@ -133,7 +133,7 @@ class PagedStores(ModelStores):
                 f"config: the model had {self.n_layers} layers and now runs {self.config.num_hidden_layers}; "
                 "leaving it early is not supported"
             )
-        shape = self.groups[self._place[layer][0]].shape
+        shape = self.group_of(layer).shape
         for name, got, head_dim in (("key", k_shape, shape.head_dim), ("value", v_shape, shape.v_head_dim)):
             if len(got) != 4 or got[1] != shape.n_kv_heads or got[3] != head_dim:
                 raise ValueError(
