@@ -259,7 +259,7 @@ def test_the_youngest_gives_way():
     ends = []
     while not scheduler.is_idle:
         ends += [request.number for request in scheduler.step(model) if request.finish_reason]
-    assert scheduler.counts.sent_back
+    assert scheduler.counts.preemptions
     assert ends[0] == 0
     assert all(r.generated == answer_of(p, 12) for r, p in zip(requests, prompts, strict=True))
 
