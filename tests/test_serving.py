@@ -240,6 +240,18 @@ def test_a_model_that_fails_loses_nothing(layer):
     assert request.generated == answer_of(range(20), 4)
 
 
+def test_a_model_that_is_short_of_blocks_elsewhere_preempts_nobody():
+    stores = make_stores()
+    scheduler, model = Scheduler(stores), Model(stores)
+    requests = [scheduler.submit([i, 2], 4) for i in range(3)]
+    elsewhere = pagedkv.PagedKvStore(4, 1, 1, 4)
+    with pytest.raises(pagedkv.PagedStoreExhausted):
+        scheduler.step(lambda batch, running: elsewhere.acquire(2))
+    assert scheduler.running == tuple(requests)
+    run(scheduler, model)
+    assert all(request.generated == answer_of(request.tokens[:2], 4) for request in requests)
+
+
 def test_a_compute_that_answers_wrongly():
     stores = make_stores()
     scheduler = Scheduler(stores)

@@ -227,12 +227,14 @@ class Scheduler:
             return []
         while True:
             batch = self._plan()
+            sequences = [request.sequence for request in batch.requests]
             try:
-                tokens = self._compute(batch, compute)
+                running = ForwardPass(self.stores, sequences, batch.query_lens)
                 break
             except PagedStoreExhausted:
                 if not self._preempt():
                     raise
+        tokens = self._compute(batch, running, compute)
         for request, token in zip(batch.asking, tokens, strict=True):
             request.tokens.append(token)
             if token in request.stop_tokens:
@@ -279,9 +281,11 @@ class Scheduler:
                 rows_left -= n_rows
         return Batch.of(rows)
 
-    def _compute(self, batch: Batch, compute: Callable[[Batch, ForwardPass], Iterable[int]]) -> list[int]:
+    def _compute(
+        self, batch: Batch, running: ForwardPass, compute: Callable[[Batch, ForwardPass], Iterable[int]]
+    ) -> list[int]:
         """Commits when the tokens are known."""
-        with ForwardPass(self.stores, [request.sequence for request in batch.requests], batch.query_lens) as running:
+        with running:
             tokens = list(compute(batch, running))
             if len(tokens) != len(batch.asking):
                 raise ValueError(f"compute: expected {len(batch.asking)} tokens, got {len(tokens)}")
