@@ -61,7 +61,7 @@ def test_a_run_prints_texts_to_stdout_and_the_table_to_stderr(path, capsys):
     assert main(["demo", "--model", path, "--max-tokens", "5", "--verify", *arguments]) == 0
     out, err = capsys.readouterr()
     assert set(continuations(out, prompts)) == {1, 2, 3}
-    for name in ("prefill", "decode", "K/V held", "blocks held", "shared", "sent back", "attention"):
+    for name in ("prefill", "decode", "K/V held", "blocks held", "shared", "preempted", "attention"):
         assert re.search(rf"^{name} ", err, flags=re.MULTILINE)
     assert "verified: 3 of 3" in err
 

@@ -79,11 +79,11 @@ def test_a_long_beginning_that_is_known_does_not_keep_a_request_from_starting(mo
     run(served)
 
 
-def test_who_was_sent_back_finds_its_own_blocks(model):
+def test_who_was_preempted_finds_its_own_blocks(model):
     served = server(model, n_blocks=10)
     requests = [served.engine.submit(tokens(10, seed=i), 20) for i in range(2)]
     steps(served)
-    assert served.scheduler.counts.sent_back >= 1
+    assert served.scheduler.counts.preemptions >= 1
     assert served.scheduler.counts.positions_reused > 0
     assert [request.n_reused for request in requests] == [0, 0]  # what it was admitted with at first
     assert [r.generated for r in requests] == [alone(model, tokens(10, seed=i), 20) for i in range(2)]
@@ -132,10 +132,10 @@ def test_who_waits_for_a_lender_that_is_given_up_computes_by_itself(model):
     run(served)
 
 
-def test_giving_up_who_was_sent_back_lets_others_in(model):
+def test_giving_up_who_was_preempted_lets_others_in(model):
     served = server(model, n_blocks=8, share_prefixes=False)
     first, second = (served.engine.submit(tokens(10, seed=i), 20) for i in range(2))
-    while not served.scheduler.counts.sent_back:
+    while not served.scheduler.counts.preemptions:
         served.engine.step()
     small = served.engine.submit([5], 1)
     served.engine.cancel(second)
@@ -161,7 +161,7 @@ arrivals = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(arrivals, st.integers(1, 9), st.integers(0, 20), st.sampled_from([1, 5, 256]))
 def test_everyone_gets_their_own_tokens(model, arrivals, block_size, spare, prefill_rows):
-    """Whoever comes, shares, is sent back or given up, over stores that remember."""
+    """Whoever comes, shares, is preempted or given up, over stores that remember."""
     texts = [tokens(n_common) + tokens(n_own, seed=n_own % 3) for n_common, n_own, *_ in arrivals]
     largest = max(-(-(len(text) + case[2]) // block_size) for text, case in zip(texts, arrivals, strict=True))
     served = server(model, block_size=block_size, n_blocks=largest + spare, prefill_rows=prefill_rows)

@@ -156,11 +156,11 @@ def test_a_full_store_makes_requests_wait_their_turn(model):
     assert_all_free(served)
 
 
-def test_who_came_last_is_sent_back_and_starts_again(model):
+def test_who_came_last_is_preempted_and_starts_again(model):
     served = server(model, n_blocks=8, share_prefixes=False)
     requests = [served.engine.submit(tokens(10, seed=i), 20) for i in range(2)]
     run(served)
-    assert served.scheduler.counts.sent_back == 1
+    assert served.scheduler.counts.preemptions == 1
     assert [r.generated for r in requests] == [alone(model, tokens(10, seed=i), 20) for i in range(2)]
 
 
@@ -224,7 +224,7 @@ prompts = st.lists(
     st.lists(st.integers(0, 6), min_size=6, max_size=6),
 )
 def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, prefill_rows, share, arrivals):
-    """Whatever arrives when, shares what, waits and is sent back."""
+    """Whatever arrives when, shares what, waits and is preempted."""
     texts = [(tokens(n_common) + tokens(n_own, seed=seed), n_new) for n_common, n_own, seed, n_new in prompts]
     largest = max(-(-(len(text) + n_new) // block_size) for text, n_new in texts)
     served = server(

@@ -210,7 +210,7 @@ def test_32_connections_get_what_each_gets_alone(served, model):
     all_given_back(served)
 
 
-def test_a_burst_that_does_not_fit_waits_and_is_sent_back(model):
+def test_a_burst_that_does_not_fit_waits_and_is_preempted(model):
     prompts = [[5 + i] * (4 + i % 7) for i in range(24)]
 
     async def ask_all(served):

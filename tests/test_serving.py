@@ -240,6 +240,18 @@ def test_a_model_that_fails_loses_nothing(layer):
     assert request.generated == answer_of(range(20), 4)
 
 
+def test_a_model_that_is_short_of_blocks_elsewhere_preempts_nobody():
+    stores = make_stores()
+    scheduler, model = Scheduler(stores), Model(stores)
+    requests = [scheduler.submit([i, 2], 4) for i in range(3)]
+    elsewhere = pagedkv.PagedKvStore(4, 1, 1, 4)
+    with pytest.raises(pagedkv.PagedStoreExhausted):
+        scheduler.step(lambda batch, running: elsewhere.acquire(2))
+    assert scheduler.running == tuple(requests)
+    run(scheduler, model)
+    assert all(request.generated == answer_of(request.tokens[:2], 4) for request in requests)
+
+
 def test_a_compute_that_answers_wrongly():
     stores = make_stores()
     scheduler = Scheduler(stores)
@@ -259,7 +271,7 @@ def test_the_youngest_gives_way():
     ends = []
     while not scheduler.is_idle:
         ends += [request.number for request in scheduler.step(model) if request.finish_reason]
-    assert scheduler.counts.sent_back
+    assert scheduler.counts.preemptions
     assert ends[0] == 0
     assert all(r.generated == answer_of(p, 12) for r, p in zip(requests, prompts, strict=True))
 

@@ -67,6 +67,9 @@ class Engine:
         started = time.perf_counter()
         asking = self._scheduler.step(self._compute)
         seconds = time.perf_counter() - started
+        for request in asking:
+            if request.finish_reason:
+                del self._choosers[request]
         if max(self._rows) > 1:
             self.prefill.tokens += sum(rows for rows in self._rows if rows > 1)
             self.prefill.seconds += seconds

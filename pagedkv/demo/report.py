@@ -39,7 +39,7 @@ def table(engine: Engine, scheduler: Scheduler, seconds: float, private: int) ->
         "K/V held": f"{_mib(engine.peak_bytes)} at most; private contiguous caches would have taken {_mib(private)}",
         "blocks held": f"at most {' and '.join(held)}",
         "shared": f"{counts.positions_reused} prompt tokens were not computed again, their blocks were there",
-        "sent back": f"{counts.sent_back} requests, for want of blocks",
+        "preempted": f"{counts.preemptions} requests, for want of blocks",
         "attention": f"{engine.attention_seconds / seconds:.1%} of {seconds:.1f} s",
     }
     width = max(map(len, rows))

@@ -3,8 +3,8 @@
 Requests wait in a queue, run, and end. One is admitted when the stores have the blocks of its prompt, and starts
 on what the prefix caches know of it: what running and ended requests with the same beginning have computed. When it
 ends it gives its blocks back; the prefix caches hold them until somebody needs the room. When there are no blocks
-left for the next step, the request that was admitted last goes back to the head of the queue and computes again what
-is no longer known by then; the oldest never does, so every request that fits alone ends.
+left for the next step, the request that was admitted last is preempted: it goes back to the head of the queue, and
+computes again what is no longer known by then. The oldest never is, so every request that fits alone ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SchedulerCounts:
         Positions that were known when requests started.
     positions_missed : int
         Positions that were left to compute then.
-    sent_back : int
+    preemptions : int
         Times that a request had to give its blocks back and wait again.
     most_running : int
         The most requests that ran at once.
@@ -52,13 +52,13 @@ class SchedulerCounts:
     --------
     >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
     >>> Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8)).counts
-    SchedulerCounts(positions_computed=0, positions_reused=0, positions_missed=0, sent_back=0, most_running=0)
+    SchedulerCounts(positions_computed=0, positions_reused=0, positions_missed=0, preemptions=0, most_running=0)
     """
 
     positions_computed: int = 0
     positions_reused: int = 0
     positions_missed: int = 0
-    sent_back: int = 0
+    preemptions: int = 0
     most_running: int = 0
 
 
@@ -227,12 +227,14 @@ class Scheduler:
             return []
         while True:
             batch = self._plan()
+            sequences = [request.sequence for request in batch.requests]
             try:
-                tokens = self._compute(batch, compute)
+                running = ForwardPass(self.stores, sequences, batch.query_lens)
                 break
             except PagedStoreExhausted:
-                if not self._send_back():
+                if not self._preempt():
                     raise
+        tokens = self._compute(batch, running, compute)
         for request, token in zip(batch.asking, tokens, strict=True):
             request.tokens.append(token)
             if token in request.stop_tokens:
@@ -279,9 +281,11 @@ class Scheduler:
                 rows_left -= n_rows
         return Batch.of(rows)
 
-    def _compute(self, batch: Batch, compute: Callable[[Batch, ForwardPass], Iterable[int]]) -> list[int]:
+    def _compute(
+        self, batch: Batch, running: ForwardPass, compute: Callable[[Batch, ForwardPass], Iterable[int]]
+    ) -> list[int]:
         """Commits when the tokens are known."""
-        with ForwardPass(self.stores, [request.sequence for request in batch.requests], batch.query_lens) as running:
+        with running:
             tokens = list(compute(batch, running))
             if len(tokens) != len(batch.asking):
                 raise ValueError(f"compute: expected {len(batch.asking)} tokens, got {len(tokens)}")
@@ -347,7 +351,7 @@ class Scheduler:
         self.counts.positions_missed += request.n_pending
         return True
 
-    def _send_back(self) -> bool:
+    def _preempt(self) -> bool:
         """Makes room: the request admitted last gives its blocks back and waits again, at the head of the queue.
 
         Nobody is admitted then until a request ends, or two would push each other out in turn. False if a
@@ -359,7 +363,7 @@ class Scheduler:
         request.sequence.release()
         self._queue.appendleft(request)
         self._admits = False
-        self.counts.sent_back += 1
+        self.counts.preemptions += 1
         return True
 
     def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:

@@ -62,7 +62,7 @@ class _State(Collector):
         counts = self._scheduler.counts
         yield GaugeMetricFamily("pagedkv_requests_running", "Requests in the batch.", len(self._scheduler.running))
         yield GaugeMetricFamily("pagedkv_requests_waiting", "Requests in the queue.", len(self._scheduler.waiting))
-        yield CounterMetricFamily("pagedkv_preemptions", "Requests sent back for want of blocks.", counts.sent_back)
+        yield CounterMetricFamily("pagedkv_preemptions", "Requests preempted for want of blocks.", counts.preemptions)
         yield CounterMetricFamily(
             "pagedkv_prefix_hit_tokens", "Tokens whose K/V was there when a request started.", counts.positions_reused
         )
