@@ -23,10 +23,10 @@ import numpy as np
 import pagedkv
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.kv import ModelKv
+from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.model import Gemma3
-from pagedkv.demo.scheduler import Scheduler
 from pagedkv.demo.verify import ContiguousKv
+from pagedkv.serving import ModelStores, Scheduler
 
 CASES = json.loads((Path(__file__).parent.parent / "tests/data/gemma3_270m_golden.json").read_text())["cases"]
 DTYPES = ("float32", "float16", "bfloat16", "int8")
@@ -70,9 +70,9 @@ def worst_errors(model, dtype, inputs):
 
 def agreement(model, dtype):
     """Golden tokens before the first that differs, of all prompts, and prompts without a difference."""
-    scheduler = Scheduler(kv := ModelKv(model.config, 16, 256, dtype))
-    requests = [scheduler.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in CASES]
-    engine = Engine(model, kv, scheduler, {1})
+    scheduler = Scheduler(ModelStores(layer_shapes(model.config), 256, dtype=dtype))
+    engine = Engine(model, scheduler, {1})
+    requests = [engine.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in CASES]
     while not scheduler.is_idle:
         engine.step()
     same = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -23,42 +23,49 @@ class HasIntegers(Protocol):
 Tokens: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | HasIntegers
 
 
-def as_token_ids(tokens: Tokens) -> npt.NDArray[np.int64]:
+def as_token_ids(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int64]:
     """Token ids as C-contiguous int64 ``[n]``, little-endian, so that their bytes are a key on any machine."""
     if isinstance(tokens, (list, tuple, range)):
-        return _from_items(tuple(tokens))
+        return _from_items(tuple(tokens), name)
     if isinstance(tokens, (str, bytes, bytearray)):
-        raise TypeError(f"tokens: expected a list, tuple or array of integers, got {type(tokens).__name__}")
+        raise TypeError(f"{name}: expected a list, tuple or array of integers, got {type(tokens).__name__}")
     array = np.asarray(tokens)
     if array.ndim == 0:
-        raise TypeError(f"tokens: expected a list, tuple or array of integers, got {type(tokens).__name__}")
+        raise TypeError(f"{name}: expected a list, tuple or array of integers, got {type(tokens).__name__}")
     if array.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got {array.dtype} {list(array.shape)}")
+        raise ValueError(f"{name}: expected one dimension, got {array.dtype} {list(array.shape)}")
     if array.dtype.kind == "O":
-        return _from_items(tuple(array.tolist()))
+        return _from_items(tuple(array.tolist()), name)
     if array.dtype.kind not in "iu":
-        raise ValueError(f"tokens: expected integers, got {array.dtype} {list(array.shape)}")
+        raise ValueError(f"{name}: expected integers, got {array.dtype} {list(array.shape)}")
     if array.size and (array.min() < 0 or array.max() > 2**63 - 1):
-        raise ValueError(f"tokens: expected ids from 0 to 2**63 - 1, got {array.min()} to {array.max()}")
+        raise ValueError(f"{name}: expected ids from 0 to 2**63 - 1, got {array.min()} to {array.max()}")
     return np.ascontiguousarray(array, dtype="<i8")
 
 
-def _from_items(items: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+def _from_items(items: tuple[Any, ...], name: str) -> npt.NDArray[np.int64]:
     if not set(map(type, items)) <= {int}:
         for item in items:
             if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
-                raise ValueError(f"tokens: expected integers, got one of type {type(item).__name__}")
+                raise ValueError(f"{name}: expected integers, got one of type {type(item).__name__}")
         try:
             items = tuple(map(operator.index, items))
         except TypeError as error:
-            raise ValueError(f"tokens: expected integers, got an array among them: {error}") from None
+            raise ValueError(f"{name}: expected integers, got an array among them: {error}") from None
     try:
         ids = np.array(items, dtype="<i8")
     except OverflowError:
-        raise ValueError("tokens: expected ids from 0 to 2**63 - 1, got one outside of 64 bits") from None
+        raise ValueError(f"{name}: expected ids from 0 to 2**63 - 1, got one outside of 64 bits") from None
     if ids.size and ids.min() < 0:
-        raise ValueError(f"tokens: expected ids from 0 to 2**63 - 1, got {ids.min()}")
+        raise ValueError(f"{name}: expected ids from 0 to 2**63 - 1, got {ids.min()}")
     return ids
+
+
+def as_stop_tokens(stop_tokens: Iterable[SupportsIndex]) -> frozenset[int]:
+    """Any integers: one that is no token's id ends nothing."""
+    if isinstance(stop_tokens, (str, bytes, bytearray)) or not isinstance(stop_tokens, Iterable):
+        raise TypeError(f"stop_tokens: expected several token ids, got {type(stop_tokens).__name__}")
+    return frozenset(as_size(token, "stop_tokens", -sys.maxsize, sys.maxsize) for token in stop_tokens)
 
 
 def as_namespace(namespace: bytes | None) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from pagedkv import PagedKvCache, Step
+from pagedkv._arrays import as_size
 from pagedkv.serving.stores import LayerGroup, ModelStores
 
 
@@ -42,6 +44,8 @@ class ModelSequence:
     def __post_init__(self) -> None:
         if not self.caches:
             self.caches = [PagedKvCache() for _ in self.stores.groups]
+        if len(self.caches) != len(self.stores.groups):
+            raise ValueError(f"caches: expected {len(self.stores.groups)}, one for each store, got {len(self.caches)}")
 
     @property
     def seq_len(self) -> int:
@@ -84,8 +88,11 @@ class ModelSequence:
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            As for `PagedKvCache.truncate`.
+            As for `PagedKvCache.truncate`. Nothing was changed.
         """
+        n_held = max(cache.first_position for cache in self.caches)
+        if as_size(n_positions, "n_positions", 0, sys.maxsize) < n_held and n_positions < self.seq_len:
+            raise ValueError(f"n_positions: expected {n_held} or more, what the windows have left, got {n_positions}")
         for group, cache in self._places():
             if cache.seq_len > n_positions:
                 cache.truncate(group.store, n_positions)
@@ -157,6 +164,8 @@ class ForwardPass:
     ------
     PagedStoreExhausted
         A store has too few free blocks. Nothing was changed.
+    TypeError, ValueError, RuntimeError
+        As for `Step`; a sequence of other stores.
 
     Notes
     -----
@@ -180,13 +189,19 @@ class ForwardPass:
         self.stores = stores
         self.sequences = tuple(sequences)
         self.query_lens = tuple(query_lens)
-        self.n_rows = sum(query_lens)
+        self.n_rows = sum(self.query_lens)
         self.written: set[int] = set()
-        self._seq_lens = [sequence.seq_len for sequence in sequences]
+        for number, sequence in enumerate(self.sequences):
+            if not isinstance(sequence, ModelSequence):
+                raise TypeError(f"sequences[{number}]: expected a ModelSequence, got {type(sequence).__name__}")
+            if sequence.stores is not stores:
+                raise ValueError(f"sequences[{number}]: expected one of {stores!r}, got one of {sequence.stores!r}")
+        self._seq_lens = [sequence.seq_len for sequence in self.sequences]
+        self._is_open = True
         self._steps: list[Step] = []
         try:
             for number, group in enumerate(stores.groups):
-                step = Step(group.store, [sequence.caches[number] for sequence in sequences], self.query_lens)
+                step = Step(group.store, [sequence.caches[number] for sequence in self.sequences], self.query_lens)
                 self._steps.append(step)
                 step.__enter__()
         except BaseException:
@@ -197,11 +212,12 @@ class ForwardPass:
         return self
 
     def __exit__(self, error: object, value: object, traceback: object) -> None:
-        """Commits, or rolls back after an exception."""
-        if error is None:
-            self.commit()
-        else:
-            self.rollback()
+        """Commits, or rolls back after an exception; nothing if that was done before."""
+        if self._is_open:
+            if error is None:
+                self.commit()
+            else:
+                self.rollback()
 
     @property
     def is_complete(self) -> bool:
@@ -260,8 +276,9 @@ class ForwardPass:
         Raises
         ------
         RuntimeError
-            A layer was not written; everything was rolled back.
+            A layer was not written, and everything was rolled back; the pass has ended before.
         """
+        self._check_open()
         if self.n_rows and not self.is_complete:
             self.rollback()
             missing = sorted(set(range(self.stores.n_layers)) - self.written)
@@ -269,12 +286,29 @@ class ForwardPass:
         try:
             for step in self._steps:
                 step.commit()
+            self._is_open = False
         except BaseException:
-            self.rollback()
+            self._take_back()
             raise
 
     def rollback(self) -> None:
-        """Ends the pass, and leaves every sequence as it was."""
+        """Ends the pass, and leaves every sequence as it was.
+
+        Raises
+        ------
+        RuntimeError
+            The pass has ended before.
+        """
+        self._check_open()
+        self._take_back()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RuntimeError("the forward pass has ended")
+
+    def _take_back(self) -> None:
+        """Undoes the pass, also one that is committed as long as nothing came after it."""
+        self._is_open = False
         for step in self._steps:
             step.__exit__(GeneratorExit, None, None)  # one that is open is rolled back, others take no notice
         # The stores commit one after the other: those that did before an interrupt are taken back.

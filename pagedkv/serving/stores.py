@@ -6,11 +6,13 @@ window needs its last positions only, a full one needs all: hence a store for ea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedkv import PagedKvStore, PrefixCache
+from pagedkv._arrays import as_size
 from pagedkv.serving.prefixes import ModelPrefixes
 
 if TYPE_CHECKING:
@@ -165,8 +167,8 @@ class ModelStores:
 
     Raises
     ------
-    ValueError
-        No layers; numbers as for `PagedKvStore`.
+    TypeError, ValueError
+        No layers, or something else; a window below 1; numbers as for `PagedKvStore`.
 
     Notes
     -----
@@ -195,9 +197,12 @@ class ModelStores:
             raise ValueError("shapes: expected one for each layer, got none")
         groups = []
         self._place: list[tuple[int, int]] = [(0, 0)] * len(shapes)
+        for layer, shape in enumerate(shapes):
+            if not isinstance(shape, LayerShape):
+                raise TypeError(f"shapes[{layer}]: expected a LayerShape, got {type(shape).__name__}")
+            if shape.window is not None:
+                as_size(shape.window, f"shapes[{layer}].window", 1, sys.maxsize)
         for number, shape in enumerate(dict.fromkeys(shapes)):
-            if shape.window is not None and shape.window < 1:
-                raise ValueError(f"shapes: expected windows of 1 or more, got {shape.window}")
             layers = tuple(layer for layer, its_shape in enumerate(shapes) if its_shape == shape)
             for index, layer in enumerate(layers):
                 self._place[layer] = (number, index)
@@ -255,14 +260,17 @@ class ModelStores:
 
         Raises
         ------
-        IndexError
-            ``layer`` out of range.
+        IndexError, TypeError
+            ``layer`` out of range, or no integer.
         """
-        return self._place[layer]
+        index = as_size(layer, "layer", -sys.maxsize, sys.maxsize)
+        if not 0 <= index < self.n_layers:
+            raise IndexError(f"layer: expected 0 to {self.n_layers - 1}, got {index}")
+        return self._place[index]
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to. Arguments and errors as for `place_of`."""
-        return self.groups[self._place[layer][0]]
+        return self.groups[self.place_of(layer)[0]]
 
     def blocks_for(self, n_positions: int) -> int:
         """Blocks of a store that so many positions take at most; a window makes it fewer.
