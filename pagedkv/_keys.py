@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -59,6 +59,13 @@ def _from_items(items: tuple[Any, ...], name: str) -> npt.NDArray[np.int64]:
     if ids.size and ids.min() < 0:
         raise ValueError(f"{name}: expected ids from 0 to 2**63 - 1, got {ids.min()}")
     return ids
+
+
+def as_stop_tokens(stop_tokens: Iterable[SupportsIndex]) -> frozenset[int]:
+    """Any integers: one that is no token's id ends nothing."""
+    if isinstance(stop_tokens, (str, bytes, bytearray)) or not isinstance(stop_tokens, Iterable):
+        raise TypeError(f"stop_tokens: expected several token ids, got {type(stop_tokens).__name__}")
+    return frozenset(as_size(token, "stop_tokens", -sys.maxsize, sys.maxsize) for token in stop_tokens)
 
 
 def as_namespace(namespace: bytes | None) -> bytes | None:

@@ -16,6 +16,7 @@ from types import EllipsisType
 from typing import Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids, as_ttl
@@ -217,8 +218,12 @@ class PrefixCache:
             raise TypeError(f"cache: expected a PagedKvCache, got {type(cache).__name__}")
         if cache.capacity:
             raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
+        return self._attach(cache, ids, len(ids) - 1, name)
+
+    def _attach(self, cache: PagedKvCache, ids: npt.NDArray[np.int64], n_most: int, name: bytes | None) -> int:
+        """`attach` to what is known of the first `n_most` tokens; what was asked for are all of them."""
         store, size = self._store, self._store.block_size
-        n, blocks = self._share(ids[:-1].tobytes(), name)
+        n, blocks = self._share(ids[: max(n_most, 0)].tobytes(), name)
         try:
             if n % size:
                 blocks = self._copy_last(blocks)

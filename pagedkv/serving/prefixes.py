@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pagedkv import PrefixCache
+from pagedkv._keys import as_namespace, as_token_ids
 
 if TYPE_CHECKING:
     from pagedkv._keys import Tokens
@@ -73,7 +72,8 @@ class ModelPrefixes:
         TypeError, ValueError
             ``tokens`` or ``namespace`` of a wrong kind.
         """
-        return min(cache.match(tokens, namespace=namespace) for cache in self.caches)
+        ids = as_token_ids(tokens)
+        return min(cache.match(ids, namespace=namespace) for cache in self.caches)
 
     def attach(self, sequence: ModelSequence, tokens: Tokens, *, namespace: bytes | None = None) -> int:
         """Start an empty sequence on the longest beginning of ``tokens`` that is known in all stores.
@@ -95,14 +95,17 @@ class ModelPrefixes:
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            As for `PrefixCache.attach`. The sequence is as it was.
+            As for `PrefixCache.attach`. Nothing was changed.
         """
-        if any(cache.capacity for cache in sequence.caches):  # what it holds would be given back below
-            raise ValueError(f"sequence: expected one that holds no blocks, got {sequence!r}")
-        ids = np.asarray(tokens)
+        ids, name = as_token_ids(tokens), as_namespace(namespace)
+        if any(cache.capacity for cache in sequence.caches):
+            raise ValueError(f"sequence: expected one that holds no blocks, got {sequence.caches}")
+        # What one knows beyond the others is not taken: cutting it inside a block would leave that block shared, and
+        # its copy would need one more than the sequence has room for.
+        n_known = self.match(ids, namespace=name)
         try:
             n_reused = min(
-                prefix.attach(cache, ids, namespace=namespace)
+                prefix._attach(cache, ids, n_known, name)
                 for prefix, cache in zip(self.caches, sequence.caches, strict=True)
             )
             sequence.truncate(n_reused)
@@ -130,7 +133,7 @@ class ModelPrefixes:
         TypeError, ValueError
             As for `PrefixCache.insert`.
         """
-        ids = np.asarray(tokens)
+        ids = as_token_ids(tokens)
         for prefix, cache in zip(self.caches, sequence.caches, strict=True):
             prefix.insert(ids, cache, namespace=namespace)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ class Request:
         The prompt, then what was generated.
     n_prompt, max_new_tokens : int
         Tokens of the prompt, and the most that are generated.
-    stop_tokens : collection of int
+    stop_tokens : frozenset of int
         End it.
     namespace : bytes or None
         In which it shares.
@@ -46,14 +46,14 @@ class Request:
     def __init__(
         self,
         number: int,
-        prompt: Sequence[int],
+        prompt: list[int],
         max_new_tokens: int,
         sequence: ModelSequence,
-        stop_tokens: Collection[int],
+        stop_tokens: frozenset[int],
         namespace: bytes | None,
     ) -> None:
         self.number = number
-        self.tokens = list(prompt)
+        self.tokens = prompt
         self.n_prompt = len(self.tokens)
         self.max_new_tokens = max_new_tokens
         self.stop_tokens = stop_tokens
@@ -71,6 +71,13 @@ class Request:
     def n_pending(self) -> int:
         """Tokens whose K/V is still to be computed; 1 while decoding."""
         return len(self.tokens) - self.sequence.seq_len
+
+    @property
+    def end(self) -> Literal["stop", "length"] | None:
+        """What its last token ends it with, if it does."""
+        if len(self.tokens) > self.n_prompt and self.tokens[-1] in self.stop_tokens:
+            return "stop"
+        return "length" if len(self.tokens) - self.n_prompt >= self.max_new_tokens else None
 
     def __repr__(self) -> str:
         state = self.finish_reason or f"{self.n_pending} pending"

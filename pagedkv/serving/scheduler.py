@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, SupportsIndex, cast
 
 from pagedkv import PagedStoreExhausted
 from pagedkv._arrays import as_size
-from pagedkv._keys import as_namespace, as_token_ids
+from pagedkv._keys import Tokens, as_count, as_namespace, as_stop_tokens, as_token_ids
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
 from pagedkv.serving.stores import ModelStores
-
-if TYPE_CHECKING:
-    from pagedkv._keys import Tokens
 
 
 @dataclass
@@ -83,12 +80,13 @@ class Scheduler:
 
     Raises
     ------
-    ValueError
-        ``max_running`` or ``prefill_rows`` is no integer of at least 1.
+    TypeError, ValueError
+        No stores; ``max_running`` or ``prefill_rows`` is no integer of at least 1.
 
     Notes
     -----
-    Threads: belongs to one thread at a time.
+    Threads: belongs to one thread at a time. While it computes a step, requests may be submitted, and those that wait
+    be cancelled.
 
     Examples
     --------
@@ -109,6 +107,8 @@ class Scheduler:
     def __init__(
         self, stores: ModelStores, *, max_running: int = 32, prefill_rows: int = 256, share_prefixes: bool = True
     ) -> None:
+        if not isinstance(stores, ModelStores):
+            raise TypeError(f"stores: expected a ModelStores, got {type(stores).__name__}")
         for name, value in (("max_running", max_running), ("prefill_rows", prefill_rows)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {value!r}")
@@ -121,6 +121,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._n_submitted = 0
         self._admits = True
+        self._is_stepping = False
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -148,12 +149,11 @@ class Scheduler:
         Raises
         ------
         TypeError, ValueError
-            It could not run even if it were alone; no integers.
+            No integers; it could not run even if it were alone.
         """
-        if n_prompt < 1:
+        if as_count(n_prompt, "n_prompt") < 1:
             raise ValueError("the prompt has no tokens")
-        if as_size(max_new_tokens, "max_new_tokens", -sys.maxsize, sys.maxsize) < 1:
-            raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}")
+        as_size(max_new_tokens, "max_new_tokens", 1, sys.maxsize)
         # The last token that is generated is never computed itself.
         n_blocks = self.stores.blocks_for(n_prompt + max_new_tokens - 1)
         if n_blocks > self.stores.total_blocks:
@@ -167,7 +167,7 @@ class Scheduler:
         prompt: Tokens,
         max_new_tokens: int,
         *,
-        stop_tokens: Collection[int] = (),
+        stop_tokens: Iterable[SupportsIndex] = (),
         namespace: bytes | None = None,
     ) -> Request:
         """Queue a request. It ends with a stop token, with ``max_new_tokens``, or by `cancel`.
@@ -175,10 +175,10 @@ class Scheduler:
         Parameters
         ----------
         prompt : list, tuple, range or integer array ``[n]``
-            Token ids, one or more.
+            Token ids, 0 to 2**63 - 1, one or more.
         max_new_tokens : int
             1 or more.
-        stop_tokens : collection of int, optional
+        stop_tokens : iterable of int, optional
             Token ids.
         namespace : bytes, optional
             Shares with requests of the same namespace only, as in `PrefixCache`.
@@ -190,20 +190,17 @@ class Scheduler:
         Raises
         ------
         TypeError, ValueError
-            No tokens; more than the stores could hold even if it were alone; what is no token id, number or bytes.
+            An argument of a wrong kind; no tokens; more than the stores could hold even if it were alone.
         """
-        # All of it here: what a step finds wrong ends the step, and everybody's.
-        tokens = as_token_ids(prompt, "prompt").tolist()
-        if not isinstance(stop_tokens, Collection):
-            raise TypeError(f"stop_tokens: expected token ids, got {type(stop_tokens).__name__}")
-        name, stops = as_namespace(namespace), frozenset(stop_tokens)
+        tokens: list[int] = as_token_ids(prompt, "prompt").tolist()
         self.check_fits(len(tokens), max_new_tokens)
-        request = Request(self._n_submitted, tokens, max_new_tokens, ModelSequence(self.stores), stops, name)
+        n_new, stops, name = int(max_new_tokens), as_stop_tokens(stop_tokens), as_namespace(namespace)
+        request = Request(self._n_submitted, tokens, n_new, ModelSequence(self.stores), stops, name)
         self._n_submitted += 1
         self._queue.append(request)
         return request
 
-    def step(self, compute: Callable[[Batch, ForwardPass], Iterable[int]]) -> list[Request]:
+    def step(self, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]) -> list[Request]:
         """Plan a forward pass, have it computed, and give the new tokens to their requests.
 
         Parameters
@@ -211,37 +208,39 @@ class Scheduler:
         compute : callable
             ``compute(batch, running)`` writes and attends in all layers of the `ForwardPass` ``running``, and returns a
             token for each request of ``batch.asking``. An exception leaves all requests as they were before the pass.
+            It is not called when there is nothing to compute.
 
         Returns
         -------
         list of Request
-            Those that got a token, their ``tokens[-1]``. ``finish_reason`` says which of them have ended. None where
-            nothing waits and nothing runs: then ``compute`` is not called.
+            Those that got a token, their ``tokens[-1]``. ``finish_reason`` says which of them have ended.
 
         Raises
         ------
         PagedStoreExhausted
             Others hold the blocks that a single request needs.
+        TypeError, ValueError
+            ``compute`` returned no token ids, or not as many as were asked for.
+        RuntimeError
+            ``compute`` did not write all layers, or has ended ``running``; a step is running.
         """
-        if self.is_idle:
-            return []
-        while True:
-            batch = self._plan()
-            sequences = [request.sequence for request in batch.requests]
-            try:
-                running = ForwardPass(self.stores, sequences, batch.query_lens)
-                break
-            except PagedStoreExhausted:
-                if not self._preempt():
-                    raise
-        tokens = self._compute(batch, running, compute)
-        for request, token in zip(batch.asking, tokens, strict=True):
-            request.tokens.append(token)
-            if token in request.stop_tokens:
-                self._end(request, "stop")
-            elif len(request.tokens) - request.n_prompt >= request.max_new_tokens:
-                self._end(request, "length")
-        return list(batch.asking)
+        if self._is_stepping:
+            raise RuntimeError("step: this scheduler is computing one")
+        try:
+            self._is_stepping = True
+            self._end_complete()  # those that an interrupt left after their last token
+            if self.is_idle:
+                return []
+            batch, running = self._open()
+            self._compute(batch, running, compute)
+            self.counts.positions_computed += running.n_rows
+            for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
+                self._remember(request, n_rows)
+                request.sequence.drop_unneeded()
+            self._end_complete()
+            return list(batch.asking)
+        finally:
+            self._is_stepping = False
 
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is. One that has ended stays as it is.
@@ -253,16 +252,30 @@ class Scheduler:
 
         Raises
         ------
-        ValueError
-            A request of another scheduler.
+        TypeError, ValueError
+            No request; one of another scheduler.
+        RuntimeError
+            It is running and a step is being computed.
         """
-        if request.finish_reason is None:
-            if request not in self._running and request not in self._queue:
-                raise ValueError(f"request: expected one of this scheduler, got {request!r}")
-            self._end(request, "cancelled")
+        if not isinstance(request, Request):
+            raise TypeError(f"request: expected a Request, got {type(request).__name__}")
+        if request.finish_reason is not None:
+            return
+        if request in self._running:
+            if self._is_stepping:
+                raise RuntimeError(f"request: {request!r} is being computed; cancel it when the step has returned")
+        elif request not in self._queue:
+            raise ValueError(f"request: expected one of this scheduler, got {request!r}")
+        self._end(request, "cancelled")
 
     def close(self) -> None:
-        """Cancel all requests. No request holds a block any more; what the prefix caches know stays known."""
+        """Cancel all requests. No request holds a block any more; what the prefix caches know stays known.
+
+        Raises
+        ------
+        RuntimeError
+            A step is being computed.
+        """
         for request in (*self._running, *self._queue):
             self.cancel(request)
 
@@ -281,19 +294,35 @@ class Scheduler:
                 rows_left -= n_rows
         return Batch.of(rows)
 
+    def _open(self) -> tuple[Batch, ForwardPass]:
+        """The next batch that there are blocks for."""
+        while True:
+            batch = self._plan()
+            try:
+                return batch, ForwardPass(self.stores, [each.sequence for each in batch.requests], batch.query_lens)
+            except PagedStoreExhausted:
+                if not self._preempt():
+                    raise
+
     def _compute(
-        self, batch: Batch, running: ForwardPass, compute: Callable[[Batch, ForwardPass], Iterable[int]]
-    ) -> list[int]:
-        """Commits when the tokens are known."""
-        with running:
-            tokens = list(compute(batch, running))
+        self, batch: Batch, running: ForwardPass, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]
+    ) -> None:
+        """K and V of the batch and its tokens are there, or nothing is."""
+        lengths = [len(request.tokens) for request in batch.asking]
+        try:
+            found = compute(batch, running)
+            given = tuple(found) if isinstance(found, Iterator) else cast(Tokens, found)
+            tokens: list[int] = as_token_ids(given, "compute").tolist()
             if len(tokens) != len(batch.asking):
                 raise ValueError(f"compute: expected {len(batch.asking)} tokens, got {len(tokens)}")
-        self.counts.positions_computed += running.n_rows
-        for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
-            self._remember(request, n_rows)
-            request.sequence.drop_unneeded()
-        return tokens
+            running.commit()
+            for request, token in zip(batch.asking, tokens, strict=True):
+                request.tokens.append(token)
+        except BaseException:
+            running._take_back()  # compute may have committed it
+            for request, length in zip(batch.asking, lengths, strict=True):
+                del request.tokens[length:]
+            raise
 
     def _remember(self, request: Request, n_new: int) -> None:
         """What has been computed becomes known, whenever a block is full."""
@@ -345,6 +374,9 @@ class Scheduler:
             if not self._running:
                 raise
             return False
+        except BaseException:
+            sequence.release()
+            raise
         if request.n_reused is None:
             request.n_reused = n_reused
         self.counts.positions_reused += n_reused
@@ -359,18 +391,23 @@ class Scheduler:
         """
         if len(self._running) < 2:
             return False
+        self._running[-1].sequence.release()
         request = self._running.pop()
-        request.sequence.release()
         self._queue.appendleft(request)
         self._admits = False
         self.counts.preemptions += 1
         return True
 
     def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:
-        (self._running if request in self._running else self._queue).remove(request)
-        request.finish_reason = reason
         request.sequence.release()
+        request.finish_reason = reason
+        (self._running if request in self._running else self._queue).remove(request)
         self._admits = True
+
+    def _end_complete(self) -> None:
+        for request in self.running:
+            if reason := request.end:
+                self._end(request, reason)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from pagedkv import PagedKvCache, Step
+from pagedkv._arrays import as_size
 from pagedkv.serving.stores import LayerGroup, ModelStores
 
 
@@ -22,11 +24,6 @@ class ModelSequence:
         Those of the model.
     caches : list of PagedKvCache, optional
         One for each store, in the order of ``stores.groups``; new ones without it.
-
-    Raises
-    ------
-    ValueError
-        More caches than stores, or fewer.
 
     Notes
     -----
@@ -48,7 +45,7 @@ class ModelSequence:
         if not self.caches:
             self.caches = [PagedKvCache() for _ in self.stores.groups]
         if len(self.caches) != len(self.stores.groups):
-            raise ValueError(f"caches: expected {len(self.stores.groups)}, got {len(self.caches)}")
+            raise ValueError(f"caches: expected {len(self.stores.groups)}, one for each store, got {len(self.caches)}")
 
     @property
     def seq_len(self) -> int:
@@ -76,7 +73,7 @@ class ModelSequence:
         TypeError
             No number.
         """
-        return 0 <= n_positions <= self.seq_len and all(
+        return n_positions <= self.seq_len and all(
             cache.first_position <= group.first_needed(n_positions) for group, cache in self._places()
         )
 
@@ -93,12 +90,12 @@ class ModelSequence:
         TypeError, ValueError, RuntimeError
             As for `PagedKvCache.truncate`. Nothing was changed.
         """
-        longer = [(group, cache) for group, cache in self._places() if cache.seq_len > n_positions]
-        first = max((cache.first_position for _, cache in longer), default=0)
-        if n_positions < first:  # asked here, since a cache that drops nothing would have been cut by then
-            raise ValueError(f"n_positions: expected {first} or more, got {n_positions}")
-        for group, cache in longer:
-            cache.truncate(group.store, n_positions)
+        n_held = max(cache.first_position for cache in self.caches)
+        if as_size(n_positions, "n_positions", 0, sys.maxsize) < n_held and n_positions < self.seq_len:
+            raise ValueError(f"n_positions: expected {n_held} or more, what the windows have left, got {n_positions}")
+        for group, cache in self._places():
+            if cache.seq_len > n_positions:
+                cache.truncate(group.store, n_positions)
 
     def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
         """Takes the blocks of so many positions in every store, or none.
@@ -167,6 +164,8 @@ class ForwardPass:
     ------
     PagedStoreExhausted
         A store has too few free blocks. Nothing was changed.
+    TypeError, ValueError, RuntimeError
+        As for `Step`; a sequence of other stores.
 
     Notes
     -----
@@ -192,9 +191,14 @@ class ForwardPass:
         self.query_lens = tuple(query_lens)
         self.n_rows = sum(self.query_lens)
         self.written: set[int] = set()
+        for number, sequence in enumerate(self.sequences):
+            if not isinstance(sequence, ModelSequence):
+                raise TypeError(f"sequences[{number}]: expected a ModelSequence, got {type(sequence).__name__}")
+            if sequence.stores is not stores:
+                raise ValueError(f"sequences[{number}]: expected one of {stores!r}, got one of {sequence.stores!r}")
         self._seq_lens = [sequence.seq_len for sequence in self.sequences]
-        self._steps: list[Step] = []
         self._is_open = True
+        self._steps: list[Step] = []
         try:
             for number, group in enumerate(stores.groups):
                 step = Step(group.store, [sequence.caches[number] for sequence in self.sequences], self.query_lens)
@@ -208,11 +212,12 @@ class ForwardPass:
         return self
 
     def __exit__(self, error: object, value: object, traceback: object) -> None:
-        """`commit`, or after an exception `rollback`; nothing if that was done before."""
-        if error is not None:
-            self.rollback()
-        elif self._is_open:
-            self.commit()
+        """Commits, or rolls back after an exception; nothing if that was done before."""
+        if self._is_open:
+            if error is None:
+                self.commit()
+            else:
+                self.rollback()
 
     @property
     def is_complete(self) -> bool:
@@ -271,10 +276,10 @@ class ForwardPass:
         Raises
         ------
         RuntimeError
-            It has ended before; or a layer was not written, and everything was rolled back.
+            A layer was not written, and everything was rolled back; the pass has ended before.
         """
         if not self._is_open:
-            raise RuntimeError("the forward pass has ended already")
+            raise RuntimeError("the forward pass has ended")
         if self.n_rows and not self.is_complete:
             self.rollback()
             missing = sorted(set(range(self.stores.n_layers)) - self.written)
@@ -284,16 +289,19 @@ class ForwardPass:
                 step.commit()
             self._is_open = False
         except BaseException:
-            self.rollback()
+            self._take_back()
             raise
 
     def rollback(self) -> None:
         """Ends the pass, and leaves every sequence as it was. One that has ended stays as it is."""
-        if not self._is_open:
-            return
+        if self._is_open:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Undoes the pass, also one that is committed as long as nothing came after it."""
+        self._is_open = False
         for step in self._steps:
             step.__exit__(GeneratorExit, None, None)  # one that is open is rolled back, others take no notice
         # The stores commit one after the other: those that did before an interrupt are taken back.
         for sequence, length in zip(self.sequences, self._seq_lens, strict=True):
             sequence.truncate(length)
-        self._is_open = False

@@ -168,7 +168,7 @@ class ModelStores:
     Raises
     ------
     TypeError, ValueError
-        No layers; a window below 1; numbers as for `PagedKvStore`.
+        No layers, or something else; a window below 1; numbers as for `PagedKvStore`.
 
     Notes
     -----
@@ -195,13 +195,13 @@ class ModelStores:
         shapes = tuple(shapes)
         if not shapes:
             raise ValueError("shapes: expected one for each layer, got none")
+        groups = []
+        self._place: list[tuple[int, int]] = [(0, 0)] * len(shapes)
         for layer, shape in enumerate(shapes):
             if not isinstance(shape, LayerShape):
                 raise TypeError(f"shapes[{layer}]: expected a LayerShape, got {type(shape).__name__}")
             if shape.window is not None:
                 as_size(shape.window, f"shapes[{layer}].window", 1, sys.maxsize)
-        groups = []
-        self._place: list[tuple[int, int]] = [(0, 0)] * len(shapes)
         for number, shape in enumerate(dict.fromkeys(shapes)):
             layers = tuple(layer for layer, its_shape in enumerate(shapes) if its_shape == shape)
             for index, layer in enumerate(layers):
@@ -260,12 +260,13 @@ class ModelStores:
 
         Raises
         ------
-        IndexError
-            ``layer`` out of range.
+        IndexError, TypeError
+            ``layer`` out of range, or no integer.
         """
-        if not 0 <= layer < self.n_layers:
-            raise IndexError(f"layer: expected 0 to {self.n_layers - 1}, got {layer}")
-        return self._place[layer]
+        index = as_size(layer, "layer", -sys.maxsize, sys.maxsize)
+        if not 0 <= index < self.n_layers:
+            raise IndexError(f"layer: expected 0 to {self.n_layers - 1}, got {index}")
+        return self._place[index]
 
     def group_of(self, layer: int) -> LayerGroup:
         """The group that a layer belongs to. Arguments and errors as for `place_of`."""

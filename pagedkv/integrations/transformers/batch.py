@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
+from pagedkv._keys import as_namespace, as_stop_tokens
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys
 from pagedkv.integrations.transformers.stores import PagedStores
@@ -145,8 +146,7 @@ def generate_batch(
     _check_config(config)
     tokens = [_as_tokens(prompt, number, model) for number, prompt in enumerate(prompts)]
     lengths = [_count_new(config, len(prompt), number) for number, prompt in enumerate(tokens)]
-    if namespace is not None and not isinstance(namespace, bytes):
-        raise TypeError(f"namespace: expected bytes or None, got {type(namespace).__name__}")
+    namespace = as_namespace(namespace)
     if stores is None:
         stores = PagedStores(model, _blocks_for_the_longest(max_running, tokens, lengths), block_size=_BLOCK_SIZE)
     elif not isinstance(stores, PagedStores):
@@ -155,7 +155,7 @@ def generate_batch(
         stores, max_running=max_running, prefill_rows=prefill_rows, share_prefixes=share_prefixes
     )
     model._prepare_special_tokens(config, device=model.device)
-    stops = set(stop_tokens)
+    stops = as_stop_tokens(stop_tokens)
     if config._eos_token_tensor is not None:
         stops |= set(config._eos_token_tensor.tolist())
     # A name that nobody else has, for what is forgotten at the end.
