@@ -121,7 +121,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._n_submitted = 0
         self._admits = True
-        self._is_stepping = False
+        self._pass: ForwardPass | None = None  # the last one; open while it is computed
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -224,23 +224,19 @@ class Scheduler:
         RuntimeError
             ``compute`` did not write all layers, or has ended ``running``; a step is running.
         """
-        if self._is_stepping:
+        if self._is_computing:
             raise RuntimeError("step: this scheduler is computing one")
-        try:
-            self._is_stepping = True
-            self._end_complete()  # those that an interrupt left after their last token
-            if self.is_idle:
-                return []
-            batch, running = self._open()
-            self._compute(batch, running, compute)
-            self.counts.positions_computed += running.n_rows
-            for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
-                self._remember(request, n_rows)
-                request.sequence.drop_unneeded()
-            self._end_complete()
-            return list(batch.asking)
-        finally:
-            self._is_stepping = False
+        self._end_complete()
+        if self.is_idle:
+            return []
+        batch, running = self._open()
+        self._compute(batch, running, compute)
+        self.counts.positions_computed += running.n_rows
+        for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
+            self._remember(request, n_rows)
+            request.sequence.drop_unneeded()
+        self._end_complete()
+        return list(batch.asking)
 
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is. One that has ended stays as it is.
@@ -259,14 +255,14 @@ class Scheduler:
         """
         if not isinstance(request, Request):
             raise TypeError(f"request: expected a Request, got {type(request).__name__}")
-        if request.finish_reason is not None:
-            return
         if request in self._running:
-            if self._is_stepping:
+            if self._is_computing:
                 raise RuntimeError(f"request: {request!r} is being computed; cancel it when the step has returned")
         elif request not in self._queue:
-            raise ValueError(f"request: expected one of this scheduler, got {request!r}")
-        self._end(request, "cancelled")
+            if request.finish_reason is None:
+                raise ValueError(f"request: expected one of this scheduler, got {request!r}")
+            return
+        self._end(request, request.finish_reason or "cancelled")
 
     def close(self) -> None:
         """Cancel all requests. No request holds a block any more; what the prefix caches know stays known.
@@ -280,6 +276,10 @@ class Scheduler:
             self.cancel(request)
 
     # --- a step ---
+
+    @property
+    def _is_computing(self) -> bool:
+        return self._pass is not None and self._pass.is_open
 
     def _plan(self) -> Batch:
         """Admits what fits, and says how many tokens of which request the next pass computes."""
@@ -310,6 +310,7 @@ class Scheduler:
         """K and V of the batch and its tokens are there, or nothing is."""
         lengths = [len(request.tokens) for request in batch.asking]
         try:
+            self._pass = running
             found = compute(batch, running)
             given = tuple(found) if isinstance(found, Iterator) else cast(Tokens, found)
             tokens: list[int] = as_token_ids(given, "compute").tolist()
@@ -363,6 +364,7 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         """Takes the blocks of what is to be computed; False if they are not free while others run."""
         sequence = request.sequence
+        sequence.release()  # an interrupt may have left it with blocks
         try:
             n_reused = 0
             if self._share_prefixes:
@@ -374,9 +376,6 @@ class Scheduler:
             if not self._running:
                 raise
             return False
-        except BaseException:
-            sequence.release()
-            raise
         if request.n_reused is None:
             request.n_reused = n_reused
         self.counts.positions_reused += n_reused
@@ -391,22 +390,23 @@ class Scheduler:
         """
         if len(self._running) < 2:
             return False
-        self._running[-1].sequence.release()
         request = self._running.pop()
         self._queue.appendleft(request)
+        request.sequence.release()
         self._admits = False
         self.counts.preemptions += 1
         return True
 
     def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:
-        request.sequence.release()
         request.finish_reason = reason
+        request.sequence.release()
         (self._running if request in self._running else self._queue).remove(request)
         self._admits = True
 
     def _end_complete(self) -> None:
+        """Those that have their last token, and those that an interrupt left on their way out."""
         for request in self.running:
-            if reason := request.end:
+            if reason := request.finish_reason or request.end:
                 self._end(request, reason)
 
 

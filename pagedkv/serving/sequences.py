@@ -159,6 +159,8 @@ class ForwardPass:
         New positions of all sequences together: ``sum(query_lens)``.
     written : set of int
         The layers that are written.
+    is_open : bool
+        Neither committed nor rolled back.
 
     Raises
     ------
@@ -197,7 +199,7 @@ class ForwardPass:
             if sequence.stores is not stores:
                 raise ValueError(f"sequences[{number}]: expected one of {stores!r}, got one of {sequence.stores!r}")
         self._seq_lens = [sequence.seq_len for sequence in self.sequences]
-        self._is_open = True
+        self.is_open = True
         self._steps: list[Step] = []
         try:
             for number, group in enumerate(stores.groups):
@@ -213,7 +215,7 @@ class ForwardPass:
 
     def __exit__(self, error: object, value: object, traceback: object) -> None:
         """Commits, or rolls back after an exception; nothing if that was done before."""
-        if self._is_open:
+        if self.is_open:
             if error is None:
                 self.commit()
             else:
@@ -278,7 +280,7 @@ class ForwardPass:
         RuntimeError
             A layer was not written, and everything was rolled back; the pass has ended before.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise RuntimeError("the forward pass has ended")
         if self.n_rows and not self.is_complete:
             self.rollback()
@@ -287,19 +289,19 @@ class ForwardPass:
         try:
             for step in self._steps:
                 step.commit()
-            self._is_open = False
+            self.is_open = False
         except BaseException:
             self._take_back()
             raise
 
     def rollback(self) -> None:
         """Ends the pass, and leaves every sequence as it was. One that has ended stays as it is."""
-        if self._is_open:
+        if self.is_open:
             self._take_back()
 
     def _take_back(self) -> None:
         """Undoes the pass, also one that is committed as long as nothing came after it."""
-        self._is_open = False
+        self.is_open = False
         for step in self._steps:
             step.__exit__(GeneratorExit, None, None)  # one that is open is rolled back, others take no notice
         # The stores commit one after the other: those that did before an interrupt are taken back.
