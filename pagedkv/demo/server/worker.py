@@ -118,7 +118,7 @@ class Worker:
             seconds = math.ceil(self._mean_seconds / max(1, n_running))
             raise too_many(self.most_waiting, min(max(1, seconds), 60))
         self._open.update(jobs)
-        if not self.is_serving:  # it has died meanwhile, and may not have seen these
+        if self._stopping:  # it has died meanwhile, and may not have seen these
             self._open.difference_update(jobs)
             raise shutting_down()
         for job in jobs:
