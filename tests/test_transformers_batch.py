@@ -303,6 +303,7 @@ def test_prompts_that_are_refused(prompt, error, message):
         {"max_new_tokens": 0},
         {"max_length": 2},
         {"max_running": 0},
+        {"max_running": "3"},
         {"prefill_rows": 0},
     ],
     ids=str,
@@ -322,6 +323,12 @@ def test_arguments_of_the_wrong_kind():
         generate_batch(model, [[5]], namespace="text")
     with pytest.raises(TypeError, match="stores"):
         generate_batch(model, [[5]], stores=PagedCache(stores_for(model)))
+    for stop_tokens in (None, "ab", [1.5]):
+        with pytest.raises(TypeError, match="stop_tokens: expected"):
+            generate_batch(model, [[5]], stop_tokens=stop_tokens)
+    for n_layers in (model.config.num_hidden_layers - 1, model.config.num_hidden_layers + 1):
+        with pytest.raises(ValueError, match="stores: expected those of this model"):
+            generate_batch(model, [[5]], stores=stores_for(make_model("llama", num_hidden_layers=n_layers)))
 
 
 def test_models_that_are_refused():

@@ -151,6 +151,8 @@ def generate_batch(
         stores = PagedStores(model, _blocks_for_the_longest(max_running, tokens, lengths), block_size=_BLOCK_SIZE)
     elif not isinstance(stores, PagedStores):
         raise TypeError(f"stores: expected a PagedStores, got {type(stores).__name__}")
+    elif stores.n_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
+        raise ValueError(f"stores: expected those of this model, got {stores!r}")
     scheduler = Scheduler(
         stores, max_running=max_running, prefill_rows=prefill_rows, share_prefixes=share_prefixes
     )
@@ -177,7 +179,7 @@ _BLOCK_SIZE = 16
 def _blocks_for_the_longest(n: int, tokens: list[list[int]], lengths: list[int]) -> int:
     """Blocks that the n longest requests hold together."""
     needed = (-(-(len(prompt) + n_new - 1) // _BLOCK_SIZE) for prompt, n_new in zip(tokens, lengths, strict=True))
-    return max(1, sum(sorted(needed, reverse=True)[: max(n, 1)]))
+    return max(1, sum(sorted(needed, reverse=True)[: max(n, 1) if isinstance(n, int) else None]))
 
 
 def _run(
