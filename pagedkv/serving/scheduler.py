@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, SupportsIndex, cast
 
-from pagedkv import PagedStoreExhausted
+from pagedkv import PagedStoreExhausted, Waiting, plan_admission
 from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_count, as_namespace, as_stop_tokens, as_token_ids
 from pagedkv.serving.requests import Batch, Request
@@ -370,8 +370,12 @@ class Scheduler:
             if self._share_prefixes:
                 n_reused = self.stores.prefixes.attach(sequence, request.tokens, namespace=request.namespace)
                 sequence.drop_unneeded()
+            # Where nobody runs who could give back, the stores are asked: their refusal says what is missing.
+            if self._running and not self._has_room(sequence, request.n_pending):
+                sequence.release()
+                return False
             sequence.reserve(request.n_pending, chunk=self._prefill_rows)
-        except PagedStoreExhausted:
+        except PagedStoreExhausted:  # or another thread was faster
             sequence.release()
             if not self._running:
                 raise
@@ -380,6 +384,16 @@ class Scheduler:
             request.n_reused = n_reused
         self.counts.positions_reused += n_reused
         self.counts.positions_missed += request.n_pending
+        return True
+
+    def _has_room(self, sequence: ModelSequence, n_new: int) -> bool:
+        """Whether so many positions more fit into all stores, with eviction."""
+        for group, cache in zip(self.stores.groups, sequence.caches, strict=True):
+            n_positions = cache.seq_len + group.at_once(n_new, self._prefill_rows)
+            asked = Waiting(n_positions=n_positions, cache=cache)
+            [answer] = plan_admission(group.store, [asked], prefix=group.prefix)
+            if not answer.can_start:
+                return False
         return True
 
     def _preempt(self) -> bool:
