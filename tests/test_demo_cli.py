@@ -140,12 +140,19 @@ def test_ctrl_c_gives_the_blocks_back(path, capsys, monkeypatch):
     assert capsys.readouterr().err.endswith("interrupted; all blocks were given back\n")
 
 
+def hear_ctrl_c():
+    """A shell has what it starts in the background ignore it, and this is inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_from_outside(path):
     command = [sys.executable, "-m", "pagedkv", "demo", "--model", path, "--max-tokens", "200"]
     for _ in range(20):
         command += ["--prompt", "hello world"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
+    )
     assert process.stderr.readline().startswith("loading")
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
