@@ -148,8 +148,8 @@ def hear_ctrl_c():
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_from_outside(path):
     command = [sys.executable, "-m", "pagedkv", "demo", "--model", path, "--max-tokens", "200"]
-    for _ in range(20):
-        command += ["--prompt", "hello world"]
+    for number in range(200):  # seconds of work on any machine
+        command += ["--prompt", f"hello world {number}"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
     )
