@@ -230,18 +230,19 @@ def test_a_pass_that_is_ended_inside_its_block():
 
 
 INTERRUPTED = ["_compute", "_remember", "drop_unneeded", "insert", "attach", "release", "_start", "commit"]
+MOVING = ["_admit", "_preempt", "_end"]  # a request from one place to another: every line of them
 
 
-@pytest.mark.parametrize("function", INTERRUPTED)
-def test_an_interrupt_anywhere_in_a_function(function):
-    """At each line that the function runs, once: the requests go on, and get what they would have got."""
+@pytest.mark.parametrize(("function", "stride"), [(name, 5) for name in INTERRUPTED] + [(name, 1) for name in MOVING])
+def test_an_interrupt_anywhere_in_a_function(function, stride):
+    """At one line after the other that the function runs: the requests go on, and get what they would have got."""
     n_hits = 0
     for at in range(1, 400):
         stores = make_stores(total_blocks=9)
         scheduler, model = Scheduler(stores, prefill_rows=8), Model(stores)
         prompts = [[1] * 10, [1] * 8 + [2] * 4, [3] * 10]
         requests = [scheduler.submit(prompt, 6) for prompt in prompts]
-        left = [1 + (at - 1) * 5]  # every fifth
+        left = [1 + (at - 1) * stride]
 
         def trace(frame, event, argument, left=left):
             if event == "line" and frame.f_code.co_name == function:

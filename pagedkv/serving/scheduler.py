@@ -338,12 +338,13 @@ class Scheduler:
         if not self._admits:
             return
         for request in list(islice(self._queue, self._max_running - len(self._running))):
-            if self._is_about_to_be_known(request):
-                continue
-            if not self._start(request):
-                break  # it keeps its turn: a smaller one behind it must not overtake for ever
+            if request not in self._running:  # an interrupt may have left it in both
+                if self._is_about_to_be_known(request):
+                    continue
+                if not self._start(request):
+                    break  # it keeps its turn: a smaller one behind it must not overtake for ever
+                self._running.append(request)
             self._queue.remove(request)
-            self._running.append(request)
         self.counts.most_running = max(self.counts.most_running, len(self._running))
 
     def _is_about_to_be_known(self, request: Request) -> bool:
@@ -404,9 +405,9 @@ class Scheduler:
         """
         if len(self._running) < 2:
             return False
-        request = self._running.pop()
-        self._queue.appendleft(request)
-        request.sequence.release()
+        # In this order: an interrupt in between leaves it in both places rather than in none.
+        self._queue.appendleft(self._running[-1])
+        self._running.pop().sequence.release()
         self._admits = False
         self.counts.preemptions += 1
         return True
@@ -414,7 +415,9 @@ class Scheduler:
     def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:
         request.finish_reason = reason
         request.sequence.release()
-        (self._running if request in self._running else self._queue).remove(request)
+        for place in (self._running, self._queue):
+            if request in place:
+                place.remove(request)
         self._admits = True
 
     def _end_complete(self) -> None:
