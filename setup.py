@@ -26,6 +26,10 @@ MODULES = {
     ],
     "pagedkv._kernels.plan": [],
     "pagedkv._kernels.attend": ["pagedkv/_kernels/simd.h"],
+    "pagedkv._radix.nodes": [],
+    "pagedkv._radix.order": [],
+    "pagedkv._radix.tree": [],
+    "pagedkv._radix.faults": [],
     "pagedkv._arrays": [],
     "pagedkv._rows": [],
     "pagedkv.allocator": [],
@@ -36,6 +40,7 @@ MODULES = {
     "pagedkv.sequence": [],
     "pagedkv.attention": [],
     "pagedkv.step": [],
+    "pagedkv.prefix": [],
     "pagedkv.beams": [],
 }
 

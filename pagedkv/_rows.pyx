@@ -152,6 +152,14 @@ cdef class BlockRows:
             else:
                 erase_rows(self.packed[layer], block * size, size)
 
+    cdef bint is_finite(self, Py_ssize_t block) except -1:
+        """Whether all values of a block are, in all layers."""
+        if self.kind == SIMD_I8:  # a head that has others has such a scale
+            return np.isfinite(self.scales[:, block]).all()
+        if self.kind == SIMD_BF16:
+            return ((self.blocks[:, block] & 0x7f80) != 0x7f80).all()
+        return np.isfinite(self.blocks[:, block]).all()
+
     # --- reading them ---
 
     cdef void view_layer(self, RowView* view, Py_ssize_t layer) noexcept nogil:

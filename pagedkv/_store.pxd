@@ -20,13 +20,14 @@ cdef class BlockStore:
     cdef Py_ssize_t step_bytes          # K and V of one position, all layers
     cdef bint debug
     cdef Py_ssize_t copies_on_write
-    cdef object reclaimer               # a weak reference to the prefix cache, or None
+    cdef object prefixes                # a weak reference to the prefix cache, as long as the blocks have a tree
 
     # n blocks into ids, or PagedStoreExhausted with nothing changed. `held`: what the asking sequences hold already.
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1
-    # Called before anything is changed, with nothing locked: it may evict, unless n is more than the store has. Either
-    # way the prefix cache ends its terms that are over. The error tells what was asked in vain.
-    cdef int reclaim(self, Py_ssize_t n) except -1
+    # Terms of the prefix cache that are over end. Asks its clock, which may be the caller's code, and raise: called before
+    # anything is changed, with nothing locked.
+    cdef int end_terms(self) except -1
+    # The error tells what was asked in vain.
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held)
     # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
     # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
@@ -42,5 +43,15 @@ cdef class BlockStore:
     # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
 
+    # The same into a block that was just taken.
+    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
+
+    # `prefixes` knows what blocks hold, from now on until it goes. ValueError if another one does.
+    cdef int know_prefixes(self, object prefixes) except -1
+
     cdef Py_ssize_t held_id(self, object id, str name) except -1
-    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept
+    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept
+
+
+# For the allocator of a store with debug=True.
+cdef void erase_freed(void* owner, int32_t id) noexcept

@@ -11,8 +11,8 @@ from pagedkv._arrays cimport as_index, as_rows, as_step
 from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator
 
+import os
 import weakref
-from collections import Counter
 
 from pagedkv.errors import PagedKvError, PagedStoreExhausted
 
@@ -39,36 +39,30 @@ cdef class BlockStore:
 
     cdef int take(self, int32_t* ids, Py_ssize_t n, Py_ssize_t held) except -1:
         if n > self.blocks.n_free():
-            self.reclaim(n)
+            self.end_terms()
         if not self.blocks.take(ids, n):
             raise self.exhausted(n, held)
         if self.debug:
-            self.poison(ids, n)
+            self.erase(ids, n)
         return 0
 
-    cdef int reclaim(self, Py_ssize_t n) except -1:
-        """Ask the prefix cache for what is missing to n free blocks; again, where another thread was faster."""
-        prefix = None if self.reclaimer is None else self.reclaimer()
-        while (prefix is not None and n > self.blocks.n_free()
-               and prefix.reclaim(n if n > self.blocks.total else n - self.blocks.n_free())):
-            pass
+    cdef int end_terms(self) except -1:
+        if self.blocks.tree is not NULL and self.blocks.tree.terms.n:
+            prefixes = self.prefixes()
+            if prefixes is not None:
+                prefixes.end_terms()
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
         if needed > self.blocks.total:
-            self.reclaim(needed)  # was not asked before: the error says what would be evictable now
-        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable)
+            self.end_terms()  # was not asked for before: the error says what would be evictable now
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable())
 
-    def _reclaim_from(self, prefix):
-        """For `PrefixCache`: ask ``prefix.reclaim(n)`` before a request is refused. Returns the books of the blocks."""
-        reference = weakref.ref(prefix)
-        with cython.critical_section(self):
-            taken = self.reclaimer is not None and self.reclaimer() is not None
-            if not taken:
-                self.reclaimer = reference
-        if taken:
-            raise ValueError("store: expected one without a prefix cache, got one that has it")
-        return self.blocks
+    cdef int know_prefixes(self, object prefixes) except -1:
+        reference = weakref.ref(prefixes)
+        self.blocks.know(self.block_size, int.from_bytes(os.urandom(8), "little"))
+        self.prefixes = reference
+        return 0
 
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
         cdef Py_ssize_t bad = self.drop(ids, n)
@@ -78,8 +72,6 @@ cdef class BlockStore:
         return 0
 
     cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        if self.debug:
-            self.poison(ids, n)
         return self.blocks.give_back(ids, n)
 
     cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
@@ -87,13 +79,12 @@ cdef class BlockStore:
         for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
             self.drop(&ids[i], 1)
 
-    cdef void poison(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        """Fill those blocks that nobody holds but who named these ids with NaN."""
+    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """Fill blocks that are not written yet, or not held any more, with NaN."""
         cdef Py_ssize_t i
-        for block, count in Counter([ids[i] for i in range(n)]).items():
-            if self.blocks.counts[<int32_t>block] == count:
-                self.k.erase_block(block)
-                self.v.erase_block(block)
+        for i in range(n):
+            self.k.erase_block(ids[i])
+            self.v.erase_block(ids[i])
 
     # --- bytes ---
 
@@ -107,6 +98,11 @@ cdef class BlockStore:
         """The rows, or a copy where they are a view of this store."""
         return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
 
+    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        if self.debug:
+            self.erase(&dst, 1)
+        self.copy_shared_rows(dst, src, n)
+
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
         cdef BlockRows k = self.k, v = self.v
         if n * self.step_bytes < NOGIL_FROM:
@@ -116,3 +112,7 @@ cdef class BlockStore:
             with nogil:
                 k.copy_block(dst, src, n)
                 v.copy_block(dst, src, n)
+
+
+cdef void erase_freed(void* owner, int32_t id) noexcept:
+    (<BlockStore>owner).erase(&id, 1)

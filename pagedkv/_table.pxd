@@ -42,6 +42,9 @@ cdef class BlockTable:
     # Table entries for that many blocks; their contents and the length are untouched.
     cdef int make_room(self, Py_ssize_t n_entries) except -1
 
+    # So many positions in these blocks, each reference to which is its own from now on. It is locked and holds none.
+    cdef void start_at(self, PagedKvStore store, int32_t[::1] table, Py_ssize_t n_blocks, Py_ssize_t length) noexcept
+
     cdef int lock_write(self) except -1
     cdef int bind(self, PagedKvStore store) except -1
     cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1

@@ -104,6 +104,15 @@ cdef class BlockTable:
             self.table = larger
         return 0
 
+    cdef void start_at(self, PagedKvStore store, int32_t[::1] table, Py_ssize_t n_blocks, Py_ssize_t length) noexcept:
+        with cython.critical_section(self):
+            self.table = table
+            self.n_blocks = n_blocks
+        self.block_size = store.block_size
+        self.length = length
+        if n_blocks:
+            self.store = store
+
     cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1:
         """Make the next n_new positions writable: take their blocks, copy those that others hold too. All or nothing."""
         cdef Py_ssize_t n_missing = self.n_missing(store, n_new)

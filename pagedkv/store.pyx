@@ -5,7 +5,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 
 from pagedkv._arrays cimport as_ids, as_index, as_size, describe
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
-from pagedkv._store cimport BlockStore
+from pagedkv._store cimport BlockStore, erase_freed
 from pagedkv.allocator cimport BlockAllocator
 
 import sys
@@ -112,6 +112,9 @@ prefault=False, debug=False)\n--\n
         self.v = v
         self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
         self.debug = checked
+        if checked:
+            (<BlockAllocator>blocks).erase = erase_freed
+            (<BlockAllocator>blocks).owner = <void*>self
         self.blocks = blocks
 
     @classmethod
@@ -325,8 +328,6 @@ prefault=False, debug=False)\n--\n
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
             return
-        if self.debug:  # look first: blocks are overwritten while they are still ours
-            self.blocks.check_held(held, "ids")
         cdef Py_ssize_t bad = self.drop(&held[0], held.shape[0])
         if bad >= 0:
             raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
@@ -406,7 +407,7 @@ prefault=False, debug=False)\n--\n
         """
         cdef Py_ssize_t n_marks = as_size(width, "width", 1, 1024)
         tables = self.tables_of(caches)
-        self.reclaim(self.blocks.total + 1)  # ends the terms that are over
+        self.end_terms()
         return BlockMap._draw(*self.blocks.snapshot(), tables, n_marks)
 
     def check(self, caches=()):

@@ -57,6 +57,10 @@ class Prefixes:
         known = self.spaces.get(namespace, {}) if n % self.block_size else {}
         return [known_tokens for known_tokens in known if len(known_tokens) == end and known_tokens[:n] == tokens[:n]]
 
+    def last_used(self, namespace, beginnings):
+        """Of several, the one whose rows are copied."""
+        return max(beginnings, key=lambda tokens: self.spaces[namespace][tokens].used)
+
     # --- changing ---
 
     def use(self, namespace, tokens, priority=None, until=None):

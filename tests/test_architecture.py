@@ -19,7 +19,8 @@ PACKAGE = ROOT / "pagedkv"
 # modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
 FLOORS = [
     ["_kernels"],  # C-level only
-    ["errors", "stats", "viz", "_radix"],  # plain values, pictures and a tree of them
+    ["errors", "stats", "viz"],  # plain values, and pictures of them
+    ["_radix"],  # what is known of token ids: C level too
     ["_arrays"],  # what the caller gave, checked
     ["allocator", "_rows", "_keys", "threads"],
     ["_store"],

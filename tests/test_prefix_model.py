@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix_reference import Prefixes
-from prefix_support import Clock, uses
+from prefix_support import Clock
 
 import pagedkv
 
@@ -67,12 +67,10 @@ class Machine(RuleBasedStateMachine):
         assert self.prefixes.match(spell(prompt), namespace=space) == n
         cache = pagedkv.PagedKvCache()
         free = self.store.free_block_count
-        with uses(self.prefixes, space) as used:
-            reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
+        reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
         whole = self.twin.whole_blocks(space, n, tuple(prompt))
         sources = self.twin.sources(space, n, tuple(prompt))
-        assert not sources or used[0] in sources
-        used = used[:1] if sources else [tuple(prompt[:n])] * bool(n)
+        used = [self.twin.last_used(space, sources)] if sources else [tuple(prompt[:n])] * bool(n)
         held = {*whole, *(self.twin.spaces[space][source].block for source in used)}
         for known_tokens in used:
             self.twin.use(space, known_tokens)
