@@ -50,7 +50,7 @@ cdef class BlockStore:
         if self.blocks.tree is not NULL and self.blocks.tree.terms.n:
             prefixes = self.prefixes()
             if prefixes is not None:
-                prefixes.end_terms()
+                prefixes._end_terms()
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):

@@ -304,32 +304,32 @@ cdef class BlockAllocator:
             if fault is NULL and self.tree is not NULL:
                 fault = radix_fault(self.tree, &place)
         free(seen)
-        return None if fault is NULL else f"{fault.decode()} ({place})"
+        return None if fault is NULL else fault.decode().replace("#", str(place))
 
     cdef const char* find_fault(self, int32_t* seen, int64_t* place) noexcept:
         cdef Py_ssize_t i, n_zero = 0, fresh = self.total - self.n_fresh
         for i in range(self.n_returned):
             place[0] = self.returned[i]
             if not 0 <= self.returned[i] < fresh:
-                return b"the free list holds what is no id of a block that was ever held"
+                return b"the free list holds #, not an id of a block that was ever held"
             if seen[self.returned[i]]:
-                return b"this block is twice in the free list"
+                return b"block # is twice in the free list"
             if self.counts[self.returned[i]] != 0:
-                return b"this block is in the free list and has holders"
+                return b"block # is in the free list and has holders"
             seen[self.returned[i]] = 1
         for i in range(self.total):
             place[0] = i
             if self.counts[i] < 0:
-                return b"this block has less than no holders"
+                return b"block # has less than no holders"
             if self.counts[i] == 0:
                 n_zero += 1
                 if self.tree is not NULL and radix_kind(self.tree, <int32_t>i):
-                    return b"this block is in the prefix cache and has no holder"
+                    return b"block # is in the prefix cache and has no holder"
             elif i >= fresh:
-                return b"this block was never handed out and has holders"
+                return b"block # was never handed out and has holders"
         place[0] = n_zero
         if n_zero != self.n_free():
-            return b"so many blocks have no holder, another number is free"
+            return b"# blocks have no holder, another number is free"
         return NULL
 
     cdef str fault_in(self, list tables):

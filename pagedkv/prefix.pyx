@@ -116,7 +116,7 @@ cdef class PrefixCache:
     @property
     def evictable_block_count(self):
         """Blocks that could be given up now: nobody else holds them, and no ``ttl`` protects them. O(1)."""
-        self.end_terms()
+        self._end_terms()
         return self._store.blocks.n_evictable()
 
     def is_evictable(self, block):
@@ -136,7 +136,7 @@ cdef class PrefixCache:
         TypeError, IndexError
             ``block`` is no integer, or out of range.
         """
-        self.end_terms()
+        self._end_terms()
         cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
         return self._store.blocks.is_idle(<int32_t>id)
 
@@ -222,7 +222,7 @@ cdef class PrefixCache:
         cdef Key key = key_of(name, ids, n_most)
         cdef Py_ssize_t n, n_blocks
         cdef int32_t tail, source
-        self.end_terms()
+        self._end_terms()
         cache.lock_write()
         try:
             if cache.n_blocks:
@@ -284,7 +284,7 @@ cdef class PrefixCache:
         cdef object seconds = as_ttl(ttl)
         cdef Py_ssize_t n = ids.shape[0] // store.block_size
         cdef int32_t[::1] table = empty_ids(n)
-        cdef double expires = self.end_terms() if seconds is None else self.now()
+        cdef double expires = self._end_terms() if seconds is None else self.now()
         expires = NEVER if seconds is None else expires + <double>seconds
         if store.debug:
             check_finite(store, sequence, n)
@@ -320,8 +320,8 @@ cdef class PrefixCache:
             ``n`` is no integer of at least 0.
         """
         cdef Py_ssize_t n_wanted = as_count(n, "n")
-        self.end_terms()
-        return self._store.blocks.evict(n_wanted, False)
+        self._end_terms()
+        return self.gone(self._store.blocks.evict(n_wanted, False))
 
     def reclaim(self, n):
         """Give ``n`` blocks back to the store, or none, as a store does by itself that is short of them.
@@ -329,8 +329,8 @@ cdef class PrefixCache:
         Arguments, result and errors as for `evict`.
         """
         cdef Py_ssize_t n_wanted = as_count(n, "n")
-        self.end_terms()
-        return self._store.blocks.evict(n_wanted, True)
+        self._end_terms()
+        return self.gone(self._store.blocks.evict(n_wanted, True))
 
     def forget(self, tokens, *, namespace=None, start=0):
         """Forget the blocks of these tokens, and all that continues them, protected or not: K/V that turned out to be wrong.
@@ -361,7 +361,7 @@ cdef class PrefixCache:
         cdef const int64_t[::1] ids = as_token_ids(tokens)
         cdef bytes name = as_namespace(namespace)
         cdef Py_ssize_t first = as_count(start, "start")
-        return self._store.blocks.forget(key_of(name, ids, ids.shape[0]), first)
+        return self.gone(self._store.blocks.forget(key_of(name, ids, ids.shape[0]), first))
 
     def clear(self, *, namespace=...):
         """Forget one namespace, or all of them, protected or not. What sequences hold stays theirs.
@@ -386,16 +386,20 @@ cdef class PrefixCache:
         cdef bytes name
         cdef Key key
         if namespace is ...:
-            return self._store.blocks.clear(NULL)
+            return self.gone(self._store.blocks.clear(NULL))
         name = as_namespace(namespace)
         key = key_of(name, no_ids, 0)
-        return self._store.blocks.clear(&key)
+        return self.gone(self._store.blocks.clear(&key))
+
+    cdef Py_ssize_t gone(self, Py_ssize_t n) except -1:
+        self._store.after_change()
+        return n
 
     # --- looking after it ---
 
     def stats(self):
         """Counters as a `PrefixStats`. O(1)."""
-        self.end_terms()
+        self._end_terms()
         cdef RadixTree tree
         with cython.critical_section(self._store.blocks):
             tree = self._store.blocks.tree[0]
@@ -427,7 +431,7 @@ cdef class PrefixCache:
         self._store.blocks.end_terms(seconds)
         return seconds
 
-    cpdef double end_terms(self) except? -1:
+    cpdef double _end_terms(self) except? -1:
         """Let go of what was protected until now."""
         self.check_made()
         return self.now() if self._store.blocks.tree.terms.n else 0
@@ -436,7 +440,7 @@ cdef class PrefixCache:
 cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:
     """What the books look for; both objects have to outlive it."""
     cdef Key key
-    key.name = NULL if name is None else <const char*>name
+    key.name = NULL if name is None else <char*>name
     key.n_bytes = -1 if name is None else len(name)
     key.n = max(n, 0)
     key.ids = &ids[0] if n > 0 else NULL

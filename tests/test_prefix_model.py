@@ -75,8 +75,7 @@ class Machine(RuleBasedStateMachine):
         for known_tokens in used:
             self.twin.use(space, known_tokens)
         if sources and not free:
-            spare = [entry for entry in self.twin.idle() if entry.block not in held]
-            if spare:
+            if self.twin.idle() - held:
                 self.evict_twin(1, held)
             else:
                 n -= n % self.size
@@ -157,17 +156,22 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 2, -1]),
         ttl=st.sampled_from([None, None, None, 1, 5]),
         spell=st.sampled_from(SPELLINGS),
+        space=st.sampled_from([..., ..., *SPACES]),
+        rename=st.sampled_from([None, None, None, 0, 1]),
     )
-    def insert(self, data, priority, ttl, spell):
+    def insert(self, data, priority, ttl, spell, space, rename):
+        """Under the sequence's own name, or one more: in another namespace, or by other tokens."""
         sequence = self.pick(data)
         prompt = sequence.tokens[: data.draw(st.integers(0, len(sequence.tokens)))]
-        self.put_in(sequence, prompt, priority, ttl, spell)
+        if rename is not None:
+            prompt = [rename, *prompt[1:]] if prompt else prompt
+        self.put_in(sequence, prompt, priority, ttl, spell, sequence.space if space is ... else space)
 
-    def put_in(self, sequence, prompt, priority, ttl, spell):
+    def put_in(self, sequence, prompt, priority, ttl, spell, space):
         n = min(len(prompt), sequence.cache.seq_len) // self.size
         table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
-        new = self.twin.insert(sequence.space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
-        added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=sequence.space,
+        new = self.twin.insert(space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
+        added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=space,
                                      priority=priority, ttl=ttl)
         assert added == len(new)
         for block in new:
@@ -185,7 +189,7 @@ class Machine(RuleBasedStateMachine):
         self.begin_sequence(prompt, space, list)
         sequence = self.sequences[-1]
         self.append(sequence, len(prompt) - sequence.cache.seq_len)
-        self.put_in(sequence, prompt, priority, ttl, list)
+        self.put_in(sequence, prompt, priority, ttl, list, space)
         self.sequences.remove(sequence)
         sequence.cache.release(self.store)
 
@@ -210,6 +214,13 @@ class Machine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.clock.now += seconds
 
+    @rule(data=st.data(), space=st.sampled_from(SPACES), more=tokens, start=st.sampled_from([0, 0, 1, 2, 5]))
+    def forget(self, data, space, more, start):
+        known = data.draw(st.sampled_from([(), *self.twin.spaces.get(space, ())]))
+        prompt = (*known, *more)
+        if len(self.twin.blocks()) > 3 or not known:
+            assert self.prefixes.forget(prompt, namespace=space, start=start) == self.twin.forget(space, prompt, start)
+
     @precondition(lambda self: len(self.twin.blocks()) > 6)
     @rule()
     def clear(self):
@@ -219,7 +230,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.twin.blocks()) > 6)
     @rule(space=st.sampled_from(SPACES))
     def clear_one(self, space):
-        assert self.prefixes.clear(namespace=space) == len(self.twin.spaces.pop(space, ()))
+        assert self.prefixes.clear(namespace=space) == self.twin.clear(space)
 
     # --- what is always true ---
 

@@ -34,19 +34,19 @@ cdef const char* radix_fault(const RadixTree* tree, int64_t* place) noexcept nog
             return fault
     place[0] = n_nodes
     if n_nodes != tree.n_listed:
-        return b"so many nodes are there, another number in the table"
+        return b"# nodes are there, another number in the table"
     place[0] = n_placed
     if n_placed != n_named:
-        return b"so many blocks are in the nodes, another number of names is kept"
+        return b"# blocks are in the nodes, another number of names is kept"
     place[0] = n_held
     if n_held != tree.n_held:
-        return b"so many blocks are known, another number is counted"
+        return b"# blocks are known, another number is counted"
     place[0] = n_evictable
     if n_evictable != tree.n_evictable:
-        return b"so many blocks can be evicted, another number is counted"
+        return b"# blocks can be evicted, another number is counted"
     place[0] = n_terms
     if n_terms != tree.terms.n:
-        return b"so many nodes have a term that ends, another number is in the order of terms"
+        return b"# nodes have a term that ends, another number is in the order of terms"
     for i in range(1, tree.terms.n):
         if tree.nodes[tree.terms.items[i]].expires < tree.nodes[tree.terms.items[(i - 1) // 2]].expires:
             return b"the terms are not in order"
@@ -67,30 +67,30 @@ cdef const char* fault_of_node(const RadixTree* tree, int32_t node) noexcept nog
     cdef int64_t size = tree.block_size, n_idle = 0
     cdef int32_t rank = NOTHING, i
     if parent.space != it.space or parent.end != it.start or it.end <= it.start:
-        return b"the node of this position does not continue its parent"
+        return b"the node of position # does not continue its parent"
     if it.hash != hash_of_child(tree, it.parent, it.key[0]) or not is_listed(tree, node):
-        return b"the node of this position is not where its parent looks for it"
+        return b"the node of position # is not where its parent looks for it"
     if (it.previous == 0) != (parent.child == node) or (it.next and tree.nodes[it.next].previous != node):
-        return b"the node of this position is not among its parent's children"
+        return b"the node of position # is not among its parent's children"
     if it.n_blocks != it.end // size - it.start // size or it.n_blocks > it.block_room or it.end - it.start > it.key_room:
-        return b"the node of this position has a wrong number of blocks"
+        return b"the node of position # has a wrong number of blocks"
     if it.child == 0 and it.end % size:
-        return b"the node of this position is a leaf that ends inside a block"
+        return b"the node of position # is a leaf that ends inside a block"
     if it.parent != tree.spaces[it.space].root and (
             parent.used <= it.used or parent.priority < it.priority or parent.expires < it.expires):
-        return b"the node of this position outlives its parent"
+        return b"the node of position # outlives its parent"
     for i in range(it.n_blocks):
         if not 0 <= it.blocks[i] < tree.total or not has_name(tree, it.blocks[i], node):
-            return b"the node of this position has a block that does not know it"
+            return b"the node of position # has a block that does not know it"
         n_idle += radix_is_idle(tree, it.blocks[i])
     if it.n_idle != n_idle:
-        return b"the idle blocks of the node of this position are miscounted"
+        return b"the idle blocks of the node of position # are miscounted"
     if n_idle:
         rank = AT_END if it.child == 0 and radix_is_idle(tree, it.blocks[it.n_blocks - 1]) else INSIDE
     if it.rank != rank or (rank != NOTHING and tree.spaces[it.space].order.items[it.order_at] != node):
-        return b"the node of this position is not where it should be in the order of eviction"
+        return b"the node of position # is not where it should be in the order of eviction"
     if it.term_at >= 0 and tree.terms.items[it.term_at] != node:
-        return b"the node of this position is not where it should be in the order of terms"
+        return b"the node of position # is not where it should be in the order of terms"
     return NULL
 
 
@@ -148,16 +148,16 @@ cdef const char* fault_of_shares(const RadixTree* tree) noexcept nogil:
 cdef const char* fault_of_place(const RadixTree* tree, int32_t block, int64_t* n_named) noexcept nogil:
     cdef int32_t node = tree.places[block].node, name = tree.places[block].more, n_protected = 0
     if tree.counts[block] <= 0:
-        return b"this block is in the prefix cache and has no holder"
+        return b"block # is in the prefix cache and has no holder"
     while True:
         n_named[0] += 1
         if not 0 < node < tree.n_nodes or tree.nodes[node].space == 0:
-            return b"this block is known in a node that is none"
+            return b"block # is known in a node that is none"
         n_protected += tree.nodes[node].expires > NEVER
         if name == 0:
             break
         node = tree.names[name].node
         name = tree.names[name].next
     if n_protected != tree.places[block].n_protected:
-        return b"the terms of this block are miscounted"
+        return b"the terms of block # are miscounted"
     return NULL

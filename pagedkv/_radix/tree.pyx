@@ -393,18 +393,17 @@ cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil:
     while n_before - tree.n_evictable < n and tree.by_size.n:
         node = tree.spaces[tree.by_size.items[0]].order.items[0]
         it = &tree.nodes[node]
+        keep = it.n_blocks
         if it.rank == INSIDE:
             # What follows is held by sequences, as windows leave it: it stays theirs, and cannot be found any more.
-            keep = it.n_blocks
             while keep and not radix_is_idle(tree, it.blocks[keep - 1]):
                 keep -= 1
             cut_below(tree, node, keep)
-            settle(tree, node)
-        lead = lead_of(tree)
-        keep = it.n_blocks
-        while (it.n_blocks and keep - it.n_blocks < lead and n_before - tree.n_evictable < n
-               and radix_is_idle(tree, it.blocks[it.n_blocks - 1])):
-            remove_blocks(tree, node, it.n_blocks - 1)
+        else:
+            lead = lead_of(tree)
+            while (it.n_blocks and keep - it.n_blocks < lead and n_before - tree.n_evictable < n
+                   and radix_is_idle(tree, it.blocks[it.n_blocks - 1])):
+                remove_blocks(tree, node, it.n_blocks - 1)
         finish(tree, node)
     tree.evicted += n_held - tree.n_held
     return n_before - tree.n_evictable
