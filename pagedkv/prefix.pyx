@@ -10,6 +10,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
 from pagedkv._radix.nodes cimport NEVER, Key, RadixTree
+from pagedkv._radix.order cimport radix_kind
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
@@ -139,6 +140,15 @@ cdef class PrefixCache:
         self._end_terms()
         cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
         return self._store.blocks.is_idle(<int32_t>id)
+
+    def _is_evictable_without_one(self, block):
+        """Whether a block could be given up if one more of its holders let go."""
+        self._end_terms()
+        cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
+        cdef bint idle
+        with cython.critical_section(self._store.blocks):
+            idle = (self._store.blocks.counts[id] == 2 and radix_kind(self._store.blocks.tree, <int32_t>id) == 1)
+        return idle
 
     # --- reading ---
 

@@ -112,7 +112,7 @@ class Sequence(reference.Cache):
         if used:
             try:
                 own = store.acquire(1)
-                own[0].copy_first(store.block_size, lent[0])
+                own[0].copy_first(n % store.block_size, lent[0])
             except reference.StoreShort:
                 n -= n % store.block_size
             store.release(lent)
