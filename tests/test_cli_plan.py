@@ -10,8 +10,8 @@ from cli_support import fails
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.cli import model_config, plan
-from pagedkv.cli.model_config import LayerGroup
+from pagedkv.cli import plan
+from pagedkv.shapes import LayerShape
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 GIB = 1 << 30
@@ -52,16 +52,16 @@ def test_the_waste_at_the_block_ends_by_hand(capsys):
 @pytest.mark.parametrize("dtype", plan.DTYPES)
 @pytest.mark.parametrize(("heads", "dim", "v_dim"), [(2, 64, 64), (3, 5, 7), (1, 576, 512)])
 def test_stores_of_the_plan_fit_and_one_sequence_more_would_not(dtype, heads, dim, v_dim):
-    groups = (LayerGroup(2, heads, dim, v_dim, None), LayerGroup(5, heads, dim, v_dim, 40))
+    layers = {LayerShape(None, heads, dim, v_dim): 2, LayerShape(40, heads, dim, v_dim): 5}
     memory = 50_000_000
-    fit = plan.fit(groups, memory, dtype, 16, 1000)
+    fit = plan.fit(layers, memory, dtype, 16, 1000)
 
     def nbytes(n_sequences):
         return sum(
             pagedkv.PagedKvStore(
-                16, n_sequences * n, heads, dim, v_head_dim=v_dim, n_layers=group.n_layers, dtype=dtype
+                16, n_sequences * n, heads, dim, v_head_dim=v_dim, n_layers=n_layers, dtype=dtype
             ).nbytes
-            for n, group in zip(fit.blocks_each, groups, strict=True)
+            for n, n_layers in zip(fit.blocks_each, layers.values(), strict=True)
         )
 
     assert fit.total_blocks == tuple(fit.sequences * n for n in fit.blocks_each)
@@ -70,7 +70,7 @@ def test_stores_of_the_plan_fit_and_one_sequence_more_would_not(dtype, heads, di
 
 
 def test_one_group_agrees_with_from_bytes():
-    fit = plan.fit((LayerGroup(4, 2, 64, 64, None),), 10_000_000, "int8", 16, 100)
+    fit = plan.fit({LayerShape(None, 2, 64): 4}, 10_000_000, "int8", 16, 100)
     store = pagedkv.PagedKvStore.from_bytes(10_000_000, 16, 2, 64, n_layers=4, dtype="int8")
     assert fit.sequences == store.total_blocks // 7  # 100 positions in blocks of 16
 
@@ -88,7 +88,7 @@ def test_a_sequence_with_a_window_holds_as_many_blocks_as_planned(window, block_
         cache.append_contiguous(store, *np.zeros((2, n, 1), np.float32), n)
         most = max(most, 256 - store.free_block_count)
         cache.drop_before(store, max(0, cache.seq_len + 1 - window))
-    expected = plan.held_blocks(window, block_size, length, chunk)
+    expected = plan.held_blocks(LayerShape(window, 1, 1), block_size, length, chunk)
     # Steps of several positions do not meet every offset in a block on a short way.
     assert most == expected if chunk == 1 or length > 100 else most <= expected
 
@@ -107,9 +107,10 @@ def test_a_window_by_hand(capsys):
 
 
 def test_a_prefill_holds_its_chunk_beside_the_window():
-    assert plan.held_blocks(512, 16, 8192, 1) == 33  # 512 + 15 positions
-    assert plan.held_blocks(512, 16, 8192, 256) == 49  # 511 + 256 + 15 = 782
-    assert plan.held_blocks(512, 16, 100, 256) == 7
+    shape = LayerShape(512, 1, 4)
+    assert plan.held_blocks(shape, 16, 8192, 1) == 33  # 512 + 15 positions
+    assert plan.held_blocks(shape, 16, 8192, 256) == 49  # 511 + 256 + 15 = 782
+    assert plan.held_blocks(shape, 16, 100, 256) == 7
 
 
 def test_nothing_fits(capsys):

@@ -47,7 +47,7 @@ class _Batch:
 
     def first_visible(self, layer: int) -> int:
         """The first of the model's positions that the next queries of a layer can see."""
-        return self.stores.group_of(layer).first_needed(self.length)
+        return self.stores.group_of(layer).shape.first_needed(self.length)
 
     # --- a forward pass through the block tables ---
 
