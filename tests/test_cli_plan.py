@@ -161,53 +161,58 @@ GEMMA = {
     "head_dim": 256, "hidden_size": 640, "sliding_window": 512, "max_position_embeddings": 32768,
     "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
 }  # fmt: skip
-QWEN = {
-    "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-    "hidden_size": 1536, "sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": False,
-}  # fmt: skip
 DEEPSEEK = {
     "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 7168,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_size": 7168,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "groups"), [
-    (GEMMA, [(15, 1, 256, 256, 512), (3, 1, 256, 256, None)]),
-    ({"text_config": {**GEMMA, "layer_types": None, "sliding_window_pattern": 3}},
-     [(12, 1, 256, 256, 512), (6, 1, 256, 256, None)]),
-    ({**GEMMA, "layer_types": None}, [(15, 1, 256, 256, 512), (3, 1, 256, 256, None)]),
-    ({**GEMMA, "model_type": "gemma2", "layer_types": None}, [(9, 1, 256, 256, 512), (9, 1, 256, 256, None)]),
-    (QWEN, [(28, 2, 128, 128, None)]),
-    ({**QWEN, "use_sliding_window": None}, [(28, 2, 128, 128, None)]),
-    ({key: value for key, value in QWEN.items() if key != "use_sliding_window"}, [(28, 2, 128, 128, None)]),
-    ({**QWEN, "use_sliding_window": True}, [(21, 2, 128, 128, None), (7, 2, 128, 128, 4096)]),
-    ({"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-      "hidden_size": 4096, "sliding_window": 4096}, [(32, 8, 128, 128, 4096)]),
-    ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, [(12, 12, 64, 64, None)]),
-    ({"model_type": "falcon", "num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544,
-      "multi_query": True}, [(32, 1, 64, 64, None)]),
-    (DEEPSEEK, [(61, 1, 576, 512, None)]),
-    ({**QWEN, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 7},
-     [(7, 2, 128, 128, None)]),
-    ({**GEMMA, "num_kv_shared_layers": 6}, [(10, 1, 256, 256, 512), (2, 1, 256, 256, None)]),
+def write(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_configuration(capsys, tmp_path):
+    """What is in one is the business of test_shapes.py."""
+    found = planned(capsys, "--memory", "1G", "--config", write(tmp_path, GEMMA), "--length", "4096", "--dtype", "float32")
+    shape = {"n_kv_heads": 1, "head_dim": 256, "v_head_dim": 256}
+    assert found["stores"] == [{"n_layers": 15, "window": 512, **shape}, {"n_layers": 3, "window": None, **shape}]
+    [fit] = found["fits"]
+    assert fit["blocks_each"] == [33, 256]
+    assert fit["bytes_each"] == 2 * 256 * 4 * 16 * (15 * 33 + 3 * 256)
+
+
+@pytest.mark.parametrize(("options", "values", "line"), [
+    ([], 576, "  61 layers of 1 K/V heads of 512/64 that see all positions"),
+    (["--latent", "absorbed"], 1088, "  61 layers of 1 K/V heads of 576/512 that see all positions"),
+    (["--latent", "expanded"], 128 * 320, "  61 layers of 128 K/V heads of 192/128 that see all positions"),
 ])
-def test_configurations(config, groups):
-    assert model_config.from_config(config).groups == tuple(LayerGroup(*group) for group in groups)
+def test_how_latent_attention_is_kept_is_said(capsys, tmp_path, options, values, line):
+    arguments = ["--memory", "64G", "--config", write(tmp_path, DEEPSEEK), "--length", "16", "--dtype", "float16", *options]
+    [fit] = planned(capsys, *arguments)["fits"]
+    assert fit["bytes_each"] == 16 * 61 * values * 2
+    assert main(["plan", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == line
+    assert lines[2].startswith(f"  kept {options[-1] if options else 'split'}: ")
+
+
+def test_layers_that_share_take_nothing(capsys, tmp_path):
+    path = write(tmp_path, {**GEMMA, "num_kv_shared_layers": 6})
+    assert [store["n_layers"] for store in planned(capsys, "--memory", "1G", "--config", path)["stores"]] == [10, 2]
+    assert main(["plan", "--memory", "1G", "--config", path]) == 0
+    assert capsys.readouterr().out.splitlines()[3] == "  6 layers use the K/V of others"
 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"num_hidden_layers": None}, "expected num_hidden_layers"),
-    ({"num_hidden_layers": "18"}, "num_hidden_layers: expected an integer from 1"),
-    ({"num_attention_heads": True}, "num_attention_heads: expected an integer from 1"),
-    ({"head_dim": None, "hidden_size": None}, "expected head_dim or hidden_size"),
-    ({"layer_types": ["full_attention"]}, "layer_types: expected 18 layers, got 1"),
-    ({"layer_types": ["chunked_attention"] * 18}, "layer_types: a store cannot hold 'chunked_attention'"),
-    ({"layer_types": ["mamba"] * 18}, "no layer of it keeps K/V"),
-    ({"sliding_window": None}, "sliding_window: expected an integer from 1, got none"),
+    ({"num_hidden_layers": "18"}, "num_hidden_layers: expected an integer, got str"),
+    ({"layer_types": ["mamba"] * 18}, "layer_types: layer 0 of gemma3_text is 'mamba', which a store cannot hold"),
 ])
 def test_configurations_that_are_refused(capsys, tmp_path, change, said):
-    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **change}))
-    assert said in fails(capsys, "plan", "--memory", "1G", "--config", str(tmp_path))
+    path = write(tmp_path, {**GEMMA, **change})
+    assert f"{path}: " in fails(capsys, "plan", "--memory", "1G", "--config", path)
+    assert said in fails(capsys, "plan", "--memory", "1G", "--config", path)
 
 
 @pytest.mark.parametrize(("text", "said"), [("[]", "expected a JSON object"), ("{", "is no JSON file")])
@@ -217,20 +222,7 @@ def test_files_that_are_no_configuration(capsys, tmp_path, text, said):
 
 
 def test_lengths_go_as_far_as_the_model(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "max_position_embeddings": 2048}))
-    found = planned(capsys, "--memory", "1G", "--config", str(tmp_path), "--dtype", "int8")
+    path = write(tmp_path, {**GEMMA, "max_position_embeddings": 2048})
+    found = planned(capsys, "--memory", "1G", "--config", path, "--dtype", "int8")
     assert found["model"] == "gemma3_text"
     assert [fit["length"] for fit in found["fits"]] == [512, 2048]
-
-
-def test_a_configuration_of_transformers(tmp_path):
-    """What the installed transformers writes describes the cache that it makes."""
-    transformers = pytest.importorskip("transformers")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
-    config = transformers.Gemma3TextConfig(num_hidden_layers=12, sliding_window=16, **heads)
-    config.save_pretrained(tmp_path)
-    shape = model_config.load(str(tmp_path))
-    windowed = [kind == "sliding_attention" for kind in config.layer_types]
-    assert sorted(shape.groups, key=lambda group: group.window or 0) == [
-        LayerGroup(windowed.count(False), 2, 32, 32, None), LayerGroup(windowed.count(True), 2, 32, 32, 16),
-    ]  # fmt: skip

@@ -29,7 +29,7 @@ FULL = {
     "gemma3n": (5, 4),
     **dict.fromkeys(("gemma3", "gemma4"), (6, 5)),
 }
-ALL_WINDOWED = {"ministral", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
+ALL_WINDOWED = {"doge", "ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "starcoder2"}
 
 # Where ``layer_types`` are not given: fields of models with layers of other kinds.
 FOREIGN = {
@@ -40,12 +40,15 @@ FOREIGN = {
     "block_types": "recurrent",
     "compress_ratios": "compressed_attention",
     "conv_L_cache": "conv",
+    "conv_kernel_size": "conv",
     "full_attention_interval": "linear_attention",
     "hybrid_override_pattern": "mamba",
     "index_topk": "indexed_attention",
     "layer_group_size": "linear_attention",
     "layers_block_type": "mamba",
     "linear_attn_config": "linear_attention",
+    "linear_conv_kernel_dim": "linear_attention",
+    "local_attention": "local_attention",
     "lsh_attn_chunk_length": "lsh_attention",
     "mamba_d_state": "mamba",
     "mem_len": "recurrent",

@@ -79,7 +79,7 @@ class Fields:
         """The window of the layers that have one."""
         if self.family == "mimo_v2_flash" and self.get("sliding_window_size") is not None:
             return self.integer("sliding_window_size") + 1  # so many before the query
-        return None if self.get("sliding_window") is None else self.integer("sliding_window")
+        return self.integer("sliding_window", default=0) or None
 
     def window(self, kind: str) -> int | None:
         if kind != "sliding_attention":
@@ -101,9 +101,11 @@ def open_config(config: object) -> Fields:
         fields = Fields(fields.config, str(fields.get("model_type") or fields.name))
         if fields.flag("is_encoder_decoder") or fields.get("encoder_layers"):
             raise ValueError(f"is_encoder_decoder: expected a decoder, got {fields.name}, an encoder and decoder")
-        inner = next((inner for name in _INNER if (inner := fields.get(name)) is not None), None)
-        if not isinstance(inner, Mapping) and not hasattr(inner, "model_type"):
+        name, inner = next(((name, inner) for name in _INNER if (inner := fields.get(name)) is not None), ("", None))
+        if inner is None:
             break
+        if not isinstance(inner, Mapping) and not hasattr(inner, "__dict__"):
+            raise TypeError(f"{name}: expected a configuration, got {type(inner).__name__}")
         fields = Fields(inner, fields.name)
     if fields.get("is_decoder") is False and fields.family not in DECODERS_ALL_THE_SAME:
         raise ValueError(f"is_decoder: expected a decoder, got {fields.name}, an encoder")

@@ -36,7 +36,7 @@ class LayerShape:
     v_head_dim: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.v_head_dim is None:
+        if vars(self)["v_head_dim"] is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
 
     def first_needed(self, seq_len: int) -> int:

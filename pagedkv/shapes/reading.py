@@ -19,9 +19,9 @@ def layer_shapes(config: object, *, latent: LatentForm = "absorbed") -> tuple[La
     Parameters
     ----------
     config : dict, path or configuration
-        As for `model_shapes`.
+        The model's, in any form that `model_shapes` takes.
     latent : "absorbed", "split" or "expanded", optional
-        As for `model_shapes`.
+        How layers of latent attention are kept, see `model_shapes`.
 
     Returns
     -------
@@ -102,7 +102,7 @@ def model_shapes(config: object, *, latent: LatentForm = "absorbed") -> ModelSha
     if latent not in get_args(LatentForm):
         raise ValueError(f"latent: expected one of {', '.join(get_args(LatentForm))}, got {latent!r}")
     fields = open_config(config)
-    n_layers = fields.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS)
+    n_layers = _count_layers(fields)
     kinds, layers = [], []
     for layer in range(n_layers):
         own = fields.layer(layer, n_layers)
@@ -123,7 +123,7 @@ def window_of(config: object, layer: int) -> int | None:
     Parameters
     ----------
     config : dict, path or configuration
-        As for `model_shapes`.
+        The model's, in any form that `model_shapes` takes.
     layer : int
         From 0.
 
@@ -149,6 +149,12 @@ def window_of(config: object, layer: int) -> int | None:
     """
     own = open_config(config).layer(layer)
     return own.window(_kind(own, layer)[0])
+
+
+def _count_layers(fields: Fields) -> int:
+    if fields.family == "longcat_flash":  # each has attention twice
+        return 2 * fields.integer("num_layers", most=_MOST_LAYERS)
+    return fields.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS)
 
 
 def _kind(own: Fields, layer: int) -> tuple[str, str]:
@@ -217,7 +223,7 @@ def _heads(own: Fields, is_windowed: bool, latent: LatentForm) -> tuple[int, int
 
 
 def _count_kv_heads(own: Fields, n_heads: int) -> int:
-    if own.family == "falcon" and not own.flag("new_decoder_architecture"):  # whatever num_kv_heads says
+    if own.family in ("falcon", "gpt_bigcode") and not own.flag("new_decoder_architecture"):  # whatever the others say
         return 1 if own.flag("multi_query", True) else n_heads
     shared = Fields(own.get("attn_config"), own.name).integer("kv_n_heads", default=0)
     default = shared or (1 if own.flag("multi_query") else n_heads)
