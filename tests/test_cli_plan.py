@@ -174,7 +174,8 @@ def write(folder, config):
 
 def test_a_configuration(capsys, tmp_path):
     """What is in one is the business of test_shapes.py."""
-    found = planned(capsys, "--memory", "1G", "--config", write(tmp_path, GEMMA), "--length", "4096", "--dtype", "float32")
+    options = ["--config", write(tmp_path, GEMMA), "--length", "4096", "--dtype", "float32"]
+    found = planned(capsys, "--memory", "1G", *options)
     shape = {"n_kv_heads": 1, "head_dim": 256, "v_head_dim": 256}
     assert found["stores"] == [{"n_layers": 15, "window": 512, **shape}, {"n_layers": 3, "window": None, **shape}]
     [fit] = found["fits"]
@@ -188,7 +189,8 @@ def test_a_configuration(capsys, tmp_path):
     (["--latent", "expanded"], 128 * 320, "  61 layers of 128 K/V heads of 192/128 that see all positions"),
 ])
 def test_how_latent_attention_is_kept_is_said(capsys, tmp_path, options, values, line):
-    arguments = ["--memory", "64G", "--config", write(tmp_path, DEEPSEEK), "--length", "16", "--dtype", "float16", *options]
+    path = write(tmp_path, DEEPSEEK)
+    arguments = ["--memory", "64G", "--config", path, "--length", "16", "--dtype", "float16", *options]
     [fit] = planned(capsys, *arguments)["fits"]
     assert fit["bytes_each"] == 16 * 61 * values * 2
     assert main(["plan", *arguments]) == 0

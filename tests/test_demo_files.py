@@ -265,7 +265,7 @@ def test_a_key_that_is_missing_or_senseless_is_named(path, key, value):
 
 def test_heads_have_to_divide(path):
     file = GgufFile.open(write_model(path, shape={**SHAPE, "attention.head_count_kv": 3}))
-    with pytest.raises(ModelFileError, match="num_key_value_heads: expected a divisor of the 4"):
+    with pytest.raises(ModelFileError, match="num_key_value_heads: expected a divisor of 4"):
         Config.from_file(file)
 
 

@@ -7,6 +7,7 @@ DECODERS_ALL_THE_SAME = {"gpt_neox", "gpt_neox_japanese", "trocr"}
 
 # What nested configurations, and those of the models' authors, leave to the model's class.
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_HEADS_OF_128 = ("cwm", "ernie4_5", "glm", "glm4", "helium", "ministral3", "qwen3", "qwen3_vl", "seed_oss")
 DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": _GEMMA,
@@ -16,10 +17,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "vaultgemma": _GEMMA,
     "gpt_oss": {"head_dim": 64},
     "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128},
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), {"head_dim": 256}),
-    **dict.fromkeys(("cwm", "ernie4_5", "glm", "glm4", "helium", "ministral3", "qwen3", "qwen3_vl", "seed_oss"),
-                    {"head_dim": 128}),
-}  # fmt: skip
+    **{family: {"head_dim": 128} for family in _HEADS_OF_128},
+}
 
 # Where ``layer_types`` are not given: family -> (n, i), layer i of every n sees all.
 FULL = {
@@ -29,7 +28,9 @@ FULL = {
     "gemma3n": (5, 4),
     **dict.fromkeys(("gemma3", "gemma4"), (6, 5)),
 }
-ALL_WINDOWED = {"doge", "ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "starcoder2"}
+ALL_WINDOWED = {
+    "doge", "ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "phimoe", "starcoder2",
+}  # fmt: skip
 
 # Where ``layer_types`` are not given: fields of models with layers of other kinds.
 FOREIGN = {

@@ -34,9 +34,7 @@ class Fields:
         """The fields as a layer has them; lists have one value for each layer."""
         own, differing = self.config, self.get("per_layer_config")
         if isinstance(own, Mapping) and differing is not None:
-            if not isinstance(differing, Mapping):
-                raise TypeError(f"per_layer_config: expected an object, got {type(differing).__name__}")
-            own = {**own, **(differing.get(str(layer)) or differing.get(layer) or {})}
+            own = {**own, **_of_layer(differing, layer)}
         elif differing is not None:
             own = differing[layer]
         fields = Fields(own, self.name, n_layers, layer)
@@ -64,7 +62,7 @@ class Fields:
             if value is not None:
                 found[name] = as_size(value, name, 1 if default is None else 0, most)
         if len(set(found.values())) > 1:
-            raise ValueError(f"{' and '.join(found)}: expected one number, got {' and '.join(map(str, found.values()))}")
+            raise ValueError(f"{' and '.join(found)}: expected one number, got {[*found.values()]}")
         if not found and default is None:
             raise ValueError(f"config: expected {names[0]}, got none in that of {self.name}")
         return next(iter(found.values()), 0) or default or 0
@@ -88,6 +86,17 @@ class Fields:
         if size is None:
             raise ValueError("sliding_window: expected an integer from 1, got none")
         return size
+
+
+def _of_layer(differing: Any, layer: int) -> Mapping[str, Any]:
+    """What differs in a layer; transformers pads their numbers: "05"."""
+    try:
+        own = {int(number): values for number, values in differing.items()}.get(layer, {})
+    except (AttributeError, ValueError, TypeError):
+        raise TypeError(f"per_layer_config: expected fields by number of layer, got {differing!r:.60}") from None
+    if not isinstance(own, Mapping):
+        raise TypeError(f"per_layer_config: expected the fields of layer {layer}, got {own!r:.60}")
+    return own
 
 
 def open_config(config: object) -> Fields:

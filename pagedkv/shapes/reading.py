@@ -66,9 +66,9 @@ def model_shapes(config: object, *, latent: LatentForm = "absorbed") -> ModelSha
     config : dict, path or configuration
         The fields themselves; a ``config.json``, or the folder with one; an object with the fields as attributes.
     latent : "absorbed", "split" or "expanded", optional
-        How layers of latent attention (DeepSeek's) are kept. "absorbed" is for queries that have taken in the expansion:
-        K is latent and rotary part together, V the latent. "split" has nothing twice, and is what transformers' caches
-        hold: the latent as K, the rotary part as V. "expanded" has K and V of every query head.
+        How layers of latent attention (DeepSeek's) are kept. "absorbed" is for queries that have taken in the
+        expansion: K is latent and rotary part together, V the latent. "split" has nothing twice, and is what
+        transformers' caches hold: the latent as K, the rotary part as V. "expanded" has K and V of every query head.
 
     Returns
     -------
@@ -218,7 +218,7 @@ def _heads(own: Fields, is_windowed: bool, latent: LatentForm) -> tuple[int, int
         if own.flag("attention_k_eq_v"):
             n_kv_heads = own.integer("num_global_key_value_heads", default=n_kv_heads)
     if n_heads % n_kv_heads:
-        raise ValueError(f"num_key_value_heads: expected a divisor of the {n_heads} num_attention_heads, got {n_kv_heads}")
+        raise ValueError(f"num_key_value_heads: expected a divisor of {n_heads} num_attention_heads, got {n_kv_heads}")
     return n_kv_heads, head_dim, v_head_dim
 
 

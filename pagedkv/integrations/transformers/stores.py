@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -82,6 +83,8 @@ class PagedStores(ModelStores):
             raise TypeError(f"model: expected a model of transformers or its configuration, got {type(model).__name__}")
         shapes = layer_shapes(config, latent="split")  # as the models hand latents to their caches
         self.config = config.get_text_config(decoder=True)
+        if getattr(self.config, "new_decoder_architecture", False):  # Falcon repeats K and V before it caches them
+            shapes = tuple(replace(shape, n_kv_heads=self.config.num_attention_heads) for shape in shapes)
         super().__init__(shapes, total_blocks, block_size=block_size, dtype=dtype, debug=debug)
 
     def check_rows(self, layer: int, k_shape: Sequence[int], v_shape: Sequence[int]) -> None:
