@@ -104,8 +104,10 @@ def test_the_librarys_own_commands_are_understood(command, capsys):
     if name in ("info", "plan") and "path/to" not in command:
         assert main([name, *words]) == 0
         printed = capsys.readouterr().out.splitlines()
-        shown = re.findall(r"^```\n(.*?)^```$", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        shown = next((block.splitlines() for block in shown if block.splitlines()[0] == printed[0]), [])
+        text = README.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+        shown = [block.splitlines() for language, block in blocks if not language]
+        shown = next((lines for lines in shown if lines[0] == printed[0]), [])
         assert name == "info" or shown
         assert [line for line in shown if line != "..."] == printed[: max(0, len(shown) - 1)]
 

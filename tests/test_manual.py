@@ -17,7 +17,7 @@ import pagedkv.shapes
 
 PACKAGE = Path(pagedkv.__file__).resolve().parent
 MODULES = {
-    "pagedkv.shapes": [name for name in pagedkv.shapes.__all__ if name != "LatentForm"],
+    "pagedkv.shapes": pagedkv.shapes.__all__,
     "pagedkv.serving": pagedkv.serving.__all__,
     "pagedkv.integrations.torch": ["as_rows", "as_tensor"],
     "pagedkv.integrations.transformers": ["PagedCache", "PagedStores", "TokenEvent", "generate_batch"],

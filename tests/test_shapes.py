@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -268,6 +269,29 @@ def test_types_that_are_refused(change, said):
         model_shapes({**LLAMA, **change})
 
 
+FIELDS = [
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "v_head_dim",
+    "sliding_window", "use_sliding_window", "sliding_window_pattern", "max_window_layers", "layer_types",
+    "hybrid_layer_pattern", "kv_lora_rank", "qk_rope_head_dim", "multi_query", "new_decoder_architecture",
+    "attn_config", "num_kv_shared_layers", "kv_sharing_modes", "per_layer_config", "global_head_dim",
+    "attention_k_eq_v", "swa_num_key_value_heads", "max_position_embeddings", "text_config",
+    "is_encoder_decoder", "is_decoder", "model_type", "n_layer", "sliding_window_size",
+]  # fmt: skip
+NONSENSE = [0, -1, 2**70, 1.5, True, False, "", "x", [], [1], [None] * 4, ["x"] * 4, [[]], {}, {"a": 1}, {0: 1}]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_nonsense_is_named_or_harmless(name):
+    for family in ("llama", "qwen2", "gemma3_text", "falcon", "mimo_v2_flash", "gemma4_text"):
+        for value in NONSENSE:
+            for more in ({}, {"sliding_window": 9, "use_sliding_window": True}, {"layer_types": [FULL, SLIDING] * 2}):
+                try:
+                    model_shapes({**LLAMA, **more, "model_type": family, name: value})
+                except (ValueError, TypeError) as error:
+                    if not re.match(r"[a-z_0-9]+( and [a-z_]+)*: ", str(error)):
+                        raise AssertionError(f"{family}, {name}={value!r}: {error}") from error
+
+
 def test_what_is_no_configuration(tmp_path):
     for wrong in (None, 3, [LLAMA], b"config.json"):
         with pytest.raises(TypeError, match="config: expected a dict, a path or a configuration, got"):
@@ -284,7 +308,7 @@ def test_what_is_no_configuration(tmp_path):
 
 
 def test_a_width_of_v_that_is_not_given_is_that_of_k():
-    assert LayerShape(None, 2, 8) == LayerShape(None, 2, 8, 8) == LayerShape(None, 2, 8, v_head_dim=None)
+    assert LayerShape(None, 2, 8) == LayerShape(None, 2, 8, 8) == LayerShape(None, 2, 8, v_head_dim=0)
     assert len(ModelStores([LayerShape(None, 2, 8), LayerShape(None, 2, 8, 8)], total_blocks=4).groups) == 1
     assert ServingShape is LayerShape
 

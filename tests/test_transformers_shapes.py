@@ -164,3 +164,9 @@ def test_models_that_no_store_holds(config, message):
         layer_shapes(config)
     with pytest.raises(ValueError, match=message):
         PagedStores(config, 8)
+
+
+@pytest.mark.parametrize("config", ["DistilBertConfig", "AlbertConfig", "DebertaV2Config", "ModernBertConfig"])
+def test_encoders_that_do_not_say_so(config):
+    with pytest.raises(ValueError, match="model: expected a decoder, got .*, an encoder"):
+        PagedStores(getattr(transformers, config)(), 8)

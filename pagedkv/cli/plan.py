@@ -6,11 +6,14 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pagedkv
 from pagedkv.cli.common import CliError, bytes_text, positive, size, table, write_json
-from pagedkv.shapes import LatentForm, LayerShape, model_shapes
+from pagedkv.shapes import LayerShape, model_shapes
+
+if TYPE_CHECKING:
+    from pagedkv.shapes.reading import _LatentForm
 
 SUMMARY = "tell how many sequences of what length fit a memory budget"
 EXAMPLES = """\
@@ -219,11 +222,11 @@ def _model(options: argparse.Namespace) -> Model:
     if n_windowed > options.layers:
         raise CliError(f"--window-layers: expected at most {options.layers}, got {n_windowed}")
     layers = {None: options.layers - n_windowed, options.window: n_windowed} if n_windowed else {None: options.layers}
-    heads = (options.kv_heads, options.head_dim, options.v_head_dim)
+    heads = (options.kv_heads, options.head_dim, options.v_head_dim or 0)
     return Model("the model", {LayerShape(window, *heads): n for window, n in layers.items() if n}, None)
 
 
-def _read(path: str, latent: LatentForm) -> Model:
+def _read(path: str, latent: _LatentForm) -> Model:
     try:
         model = model_shapes(path, latent=latent)
     except OSError as error:

@@ -15,6 +15,6 @@ None 1 256 3
 """
 
 from pagedkv.shapes.layers import LayerShape, ModelShapes, group_layers
-from pagedkv.shapes.reading import LatentForm, layer_shapes, model_shapes, window_of
+from pagedkv.shapes.reading import layer_shapes, model_shapes, window_of
 
-__all__ = ["LatentForm", "LayerShape", "ModelShapes", "group_layers", "layer_shapes", "model_shapes", "window_of"]
+__all__ = ["LayerShape", "ModelShapes", "group_layers", "layer_shapes", "model_shapes", "window_of"]

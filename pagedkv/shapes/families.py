@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # ``is_decoder`` is false in them, and nobody looks at it.
-DECODERS_ALL_THE_SAME = {"gpt_neox", "gpt_neox_japanese", "trocr"}
+DECODERS_ALL_THE_SAME = {"evolla", "gpt_neox", "gpt_neox_japanese", "trocr"}
 
 # What nested configurations, and those of the models' authors, leave to the model's class.
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}

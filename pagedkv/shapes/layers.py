@@ -17,7 +17,7 @@ class LayerShape:
     n_kv_heads, head_dim : int
         Heads of K and V, and values of a K head.
     v_head_dim : int
-        Values of a V head; ``head_dim`` unless it is given.
+        Values of a V head; 0, or not given: as many.
 
     Notes
     -----
@@ -33,10 +33,10 @@ class LayerShape:
     window: int | None
     n_kv_heads: int
     head_dim: int
-    v_head_dim: int = None  # type: ignore[assignment]
+    v_head_dim: int = 0
 
     def __post_init__(self) -> None:
-        if vars(self)["v_head_dim"] is None:
+        if not self.v_head_dim:
             object.__setattr__(self, "v_head_dim", self.head_dim)
 
     def first_needed(self, seq_len: int) -> int:

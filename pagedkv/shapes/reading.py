@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from pagedkv.shapes.families import ALL_WINDOWED, FOREIGN, FULL
 from pagedkv.shapes.fields import Fields, open_config
 from pagedkv.shapes.layers import LayerShape, ModelShapes
 
-LatentForm = Literal["absorbed", "split", "expanded"]
+if TYPE_CHECKING:
+    _LatentForm = Literal["absorbed", "split", "expanded"]
 
+_FORMS = ("absorbed", "split", "expanded")
 _MOST_LAYERS = 1 << 16
 
 
-def layer_shapes(config: object, *, latent: LatentForm = "absorbed") -> tuple[LayerShape, ...]:
+def layer_shapes(config: object, *, latent: _LatentForm = "absorbed") -> tuple[LayerShape, ...]:
     """The shape of each layer of a decoder in which every layer keeps its own K/V: what `ModelStores` takes.
 
     Parameters
@@ -55,7 +57,7 @@ def layer_shapes(config: object, *, latent: LatentForm = "absorbed") -> tuple[La
     return shapes.layers
 
 
-def model_shapes(config: object, *, latent: LatentForm = "absorbed") -> ModelShapes:
+def model_shapes(config: object, *, latent: _LatentForm = "absorbed") -> ModelShapes:
     """What a decoder keeps of every position, from its configuration.
 
     It reads the fields that transformers and the models' authors have for layers, heads, widths, windows, and layers
@@ -99,8 +101,8 @@ def model_shapes(config: object, *, latent: LatentForm = "absorbed") -> ModelSha
     1 512 64
     128 192 128
     """
-    if latent not in get_args(LatentForm):
-        raise ValueError(f"latent: expected one of {', '.join(get_args(LatentForm))}, got {latent!r}")
+    if latent not in _FORMS:
+        raise ValueError(f"latent: expected one of {', '.join(_FORMS)}, got {latent!r}")
     fields = open_config(config)
     n_layers = _count_layers(fields)
     kinds, layers = [], []
@@ -190,7 +192,7 @@ def _has_window(own: Fields, layer: int) -> bool:
     return not every or layer % every != index
 
 
-def _heads(own: Fields, is_windowed: bool, latent: LatentForm) -> tuple[int, int, int]:
+def _heads(own: Fields, is_windowed: bool, latent: _LatentForm) -> tuple[int, int, int]:
     """How many K/V heads a layer has, and the widths of K and V."""
     n_heads = own.integer("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     if own.get("kv_lora_rank"):
@@ -233,7 +235,10 @@ def _count_kv_heads(own: Fields, n_heads: int) -> int:
 def _sources(fields: Fields, kinds: list[str]) -> tuple[int, ...]:
     """Whose K/V each layer attends to: the last ones of some models, to those of the last of their kind before them."""
     n_shared = fields.integer("num_kv_shared_layers", default=0)
-    if not n_shared and "reuse" in (fields.get("kv_sharing_modes") or ()):
+    modes = fields.get("kv_sharing_modes") or ()
+    if not isinstance(modes, (list, tuple)):
+        raise TypeError(f"kv_sharing_modes: expected a list, got {modes!r:.60}")
+    if not n_shared and "reuse" in modes:
         raise ValueError(f"kv_sharing_modes: layers of {fields.name} share K/V in a way that is not supported")
     first = len(kinds) - n_shared
     last = {kind: layer for layer, kind in enumerate(kinds[: max(0, first)])}

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as _MASKED
 
 from pagedkv.serving import ModelStores
 from pagedkv.shapes import layer_shapes
@@ -81,6 +83,8 @@ class PagedStores(ModelStores):
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PretrainedConfig):
             raise TypeError(f"model: expected a model of transformers or its configuration, got {type(model).__name__}")
+        if config.model_type in _MASKED and config.model_type not in _CAUSAL:
+            raise ValueError(f"model: expected a decoder, got {config.model_type}, an encoder")
         shapes = layer_shapes(config, latent="split")  # as the models hand latents to their caches
         self.config = config.get_text_config(decoder=True)
         if getattr(self.config, "new_decoder_architecture", False):  # Falcon repeats K and V before it caches them
