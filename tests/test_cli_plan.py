@@ -191,12 +191,14 @@ def test_a_configuration(capsys, tmp_path):
 def test_how_latent_attention_is_kept_is_said(capsys, tmp_path, options, values, line):
     path = write(tmp_path, DEEPSEEK)
     arguments = ["--memory", "64G", "--config", path, "--length", "16", "--dtype", "float16", *options]
-    [fit] = planned(capsys, *arguments)["fits"]
+    found = planned(capsys, *arguments)
+    [note], [fit] = found["notes"], found["fits"]
     assert fit["bytes_each"] == 16 * 61 * values * 2
     assert main(["plan", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == line
-    assert lines[2].startswith(f"  kept {options[-1] if options else 'split'}: ")
+    assert lines[2] == f"  {note}"
+    assert note.startswith(f"kept {options[-1] if options else 'split'}: ")
 
 
 def test_layers_that_share_take_nothing(capsys, tmp_path):

@@ -213,6 +213,7 @@ LLAMA = config("llama", 4, 8, 4, 64)
     ({**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 2048}, "index_topk: .* 'indexed_attention'"),
     (config("hunyuan", 64, 80, 8, 6400, use_cla=True), "use_cla: .* 'shared by others'"),
     (config("bert", 12, 12, None, 768, is_decoder=False), "is_decoder: expected a decoder, got bert, an encoder"),
+    ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention: expected a decoder, got gemma2"),
     ({"model_type": "t5", "num_layers": 6, "num_heads": 8, "d_model": 512, "is_encoder_decoder": True},
      "is_encoder_decoder: expected a decoder, got t5"),
     (config("new", 4, 8, 4, 64, sliding_window=9), "layer_types: expected which layers of new have the sliding_window"),

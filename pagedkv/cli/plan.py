@@ -126,8 +126,8 @@ def run(options: argparse.Namespace) -> int:
     ]
     if options.json:
         stores = [{"n_layers": n_layers, **asdict(shape)} for shape, n_layers in model.layers.items()]
-        plan = {"memory": options.memory, "model": model.name, "stores": stores, "fits": [f._asdict() for f in fits]}
-        write_json(plan)
+        plan = {"memory": options.memory, "model": model.name, "stores": stores, "notes": model.notes}
+        write_json({**plan, "fits": [each._asdict() for each in fits]})
     else:
         print(report(model, options.memory, fits))
     return 0

@@ -118,6 +118,8 @@ def open_config(config: object) -> Fields:
         fields = Fields(inner, fields.name)
     if fields.get("is_decoder") is False and fields.family not in DECODERS_ALL_THE_SAME:
         raise ValueError(f"is_decoder: expected a decoder, got {fields.name}, an encoder")
+    if fields.get("use_bidirectional_attention") in (True, "all"):
+        raise ValueError(f"use_bidirectional_attention: expected a decoder, got {fields.name} as an encoder")
     if isinstance(fields.config, Mapping):
         fields.config = {**DEFAULTS.get(fields.family, {}), **fields.config}
     return fields
