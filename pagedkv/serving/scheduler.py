@@ -390,7 +390,7 @@ class Scheduler:
     def _has_room(self, sequence: ModelSequence, n_new: int) -> bool:
         """Whether so many positions more fit into all stores, with eviction."""
         for group, cache in zip(self.stores.groups, sequence.caches, strict=True):
-            n_positions = cache.seq_len + group.at_once(n_new, self._prefill_rows)
+            n_positions = cache.seq_len + group.shape.most_held(n_new, self._prefill_rows, self.stores.block_size)
             asked = Waiting(n_positions=n_positions, cache=cache)
             [answer] = plan_admission(group.store, [asked], prefix=group.prefix)
             if not answer.can_start:
