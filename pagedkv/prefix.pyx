@@ -26,7 +26,7 @@ from pagedkv.stats import PrefixStats
 
 @cython.no_gc_clear  # the blocks go back to the store when the cache goes: it must still be there
 cdef class PrefixCache:
-    """PrefixCache(store, *, clock=time.monotonic)\n--\n
+    """PrefixCache(store, *, clock=None)\n--\n
     Shares the blocks of equal beginnings between sequences that need not live at the same time.
 
     It holds one reference to every block that was inserted. A store that runs short asks it before it
@@ -39,7 +39,8 @@ cdef class PrefixCache:
     store : PagedKvStore
         Has one prefix cache at a time, and knows it weakly: dropping this object gives its blocks back.
     clock : callable, optional
-        Seconds as a float, never decreasing; what ``ttl`` is measured with. It may use the prefix cache and the store.
+        Seconds as a float, never decreasing; what ``ttl`` is measured with; `time.monotonic` without it. It may use the
+        prefix cache and the store.
 
     Raises
     ------
@@ -86,9 +87,11 @@ cdef class PrefixCache:
     cdef PagedKvStore _store        # None until __init__ has run
     cdef object clock
 
-    def __init__(self, store, *, clock=time.monotonic):
+    def __init__(self, store, *, clock=None):
         if not isinstance(store, PagedKvStore):
             raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+        if clock is None:
+            clock = time.monotonic
         if not callable(clock):
             raise TypeError(f"clock: expected a callable, got {describe(clock)}")
         if self._store is not None:
