@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from pagedkv._radix.nodes cimport Key, RadixTree
+from pagedkv._radix.nodes cimport Key, Mark, RadixTree
 from pagedkv._radix.order cimport radix_recount
 
 # Fills a block of the owner's with what nobody may read.
@@ -47,8 +47,9 @@ cdef class BlockAllocator:
     # The same for a sequence to start on. The blocks have one more holder. Where the last one is known in part, `tail` is
     # a block to copy it to, held once; without one to be had, that part does not count. MemoryError, OverflowError.
     cdef Py_ssize_t share(self, Key key, Py_ssize_t n_asked, int32_t* table, int32_t* tail) except -1
-    # How many blocks of a table were new under these tokens, and are held from now on. MemoryError, ValueError.
-    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires) except -1
+    # How many blocks of a table were new under these tokens, and are held from now on; -3 where the mark, after which the
+    # tokens come, stands for nothing any more. MemoryError, ValueError.
+    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark) except -1
     # How many blocks went.
     cdef Py_ssize_t evict(self, Py_ssize_t n, bint all_or_none) noexcept
     cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept

@@ -22,7 +22,7 @@ from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_index
 from pagedkv._radix.faults cimport radix_fault
-from pagedkv._radix.nodes cimport Key, RadixTree, radix_free, radix_new
+from pagedkv._radix.nodes cimport Key, Mark, RadixTree, radix_free, radix_new
 from pagedkv._radix.order cimport radix_end_terms, radix_is_idle, radix_kind
 from pagedkv._radix.tree cimport (
     Cut, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_match, radix_prepare_use,
@@ -218,10 +218,10 @@ cdef class BlockAllocator:
             raise OverflowError(f"tokens: block {table[bad]} has as many holders as can be counted")
         return n
 
-    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires) except -1:
+    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark) except -1:
         cdef Py_ssize_t n
         with cython.critical_section(self):
-            n = radix_insert(self.tree, key, table, priority, expires)
+            n = radix_insert(self.tree, key, table, priority, expires, mark)
         if n == -1:
             raise MemoryError("cannot allocate the books of a prefix")
         if n == -2:

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 from types import EllipsisType
-from typing import SupportsIndex
+from typing import SupportsIndex, final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,9 @@ from pagedkv._keys import Tokens
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import PrefixStats
 from pagedkv.store import PagedKvStore
+
+@final
+class PrefixHandle: ...
 
 @disjoint_base
 class PrefixCache:
@@ -35,6 +38,7 @@ class PrefixCache:
         namespace: bytes | None = None,
         priority: SupportsIndex = 0,
         ttl: float | None = None,
+        handle: PrefixHandle | None = None,
     ) -> int: ...
     def evict(self, n: SupportsIndex) -> int: ...
     def reclaim(self, n: SupportsIndex) -> int: ...

@@ -9,19 +9,70 @@ from libc.math cimport isnan
 from libc.stdint cimport int32_t, int64_t
 
 from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
-from pagedkv._radix.nodes cimport NEVER, Key, RadixTree
+from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree
 from pagedkv._radix.order cimport radix_kind
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
 import sys
 import time
+import weakref
 
 import numpy as np
 
 from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
 from pagedkv.errors import PagedKvError
 from pagedkv.stats import PrefixStats
+
+
+@cython.final
+cdef class PrefixHandle:
+    """PrefixHandle()\n--\n
+    How far the tokens of one sequence have been inserted into a `PrefixCache`: for ``insert(..., handle=)``.
+
+    It holds nothing: what was inserted may be evicted at any time, and is then inserted anew.
+
+    Notes
+    -----
+    Threads: belongs to one sequence, and to one thread at a time, as that does.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=2, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> prefixes, cache, tokens = pagedkv.PrefixCache(store), pagedkv.PagedKvCache(), []
+    >>> handle = pagedkv.PrefixHandle()
+    >>> for token in range(6):
+    ...     tokens.append(token)
+    ...     cache.push(store, *np.ones((2, 2), np.float32))
+    ...     n_new = prefixes.insert(tokens, cache, handle=handle)       # looks at two tokens, at most
+    >>> prefixes.match([*tokens, 6])
+    6
+    """
+
+    cdef Mark mark
+    cdef object prefixes            # a weak reference to the one cache that it is used with
+    cdef bytes namespace
+
+    cdef int belong(self, PrefixCache prefixes, bytes namespace) except -1:
+        if self.mark.number == 0:
+            self.prefixes = weakref.ref(prefixes)
+            self.namespace = namespace
+        elif self.prefixes() is not prefixes or self.namespace != namespace:
+            raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
+        return 0
+
+    def __repr__(self):
+        return f"PrefixHandle({self.mark.n if self.mark.number else 0} tokens)"
+
+    def __reduce__(self):
+        raise TypeError("PrefixHandle: cannot be copied or pickled, it belongs to one sequence")
+
+
+cdef PrefixHandle as_handle(object handle):
+    if not isinstance(handle, PrefixHandle):
+        raise TypeError(f"handle: expected a PrefixHandle or None, got {describe(handle)}")
+    return <PrefixHandle>handle
 
 
 @cython.no_gc_clear  # the blocks go back to the store when the cache goes: it must still be there
@@ -255,7 +306,7 @@ cdef class PrefixCache:
 
     # --- changing ---
 
-    def insert(self, tokens, cache, *, namespace=None, priority=0, ttl=None):
+    def insert(self, tokens, cache, *, namespace=None, priority=0, ttl=None, handle=None):
         """Remember the whole blocks of a sequence whose tokens these are. The sequence may be running, and go on.
 
         Parameters
@@ -274,6 +325,9 @@ cdef class PrefixCache:
         ttl : float, optional
             Seconds for which the blocks of these tokens are not evicted at all; ``math.inf`` is for good.
             `clear` takes them nevertheless.
+        handle : PrefixHandle, optional
+            Of a sequence that grows, and is inserted again and again: what went in by it before is not looked at again, so
+            that only new tokens cost time. ``tokens`` are nevertheless all of them, and something that can be sliced.
 
         Returns
         -------
@@ -287,30 +341,48 @@ cdef class PrefixCache:
             that are not finite.
         """
         self.check_made()
-        cdef const int64_t[::1] ids = as_token_ids(tokens)
         cdef bytes name = as_namespace(namespace)
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
-        cdef PagedKvStore store = self._store
-        cdef PagedKvCache sequence = cache
         cdef int64_t rank = as_size(priority, "priority", -sys.maxsize, sys.maxsize)
         cdef object seconds = as_ttl(ttl)
-        cdef Py_ssize_t n = ids.shape[0] // store.block_size
+        cdef PrefixHandle mine = PrefixHandle() if handle is None else as_handle(handle)
+        cdef Mark mark
+        cdef Py_ssize_t n_new
+        while True:
+            mine.belong(self, name)
+            mark = mine.mark
+            n_new = self.insert_after(&mark, tokens, name, <PagedKvCache>cache, rank, seconds)
+            if n_new >= 0:
+                mine.mark = mark
+                return n_new
+            mine.mark.number = 0  # evicted since, or cleared: the tokens are looked at once more
+
+    cdef Py_ssize_t insert_after(self, Mark* mark, object tokens, bytes name, PagedKvCache cache, int64_t priority,
+                                 object seconds) except -1:
+        """-3 if what the mark stands for is not known any more."""
+        cdef PagedKvStore store = self._store
+        cdef Py_ssize_t size = store.block_size, before = mark.n if mark.number else 0
+        cdef const int64_t[::1] ids = as_token_ids(tokens[before:] if before else tokens)
+        if before and len(tokens) < before:
+            raise ValueError(f"tokens: expected the {before} that were inserted by this handle and what follows, "
+                             f"got {len(tokens)}")
+        cdef Py_ssize_t n = (before + ids.shape[0]) // size
         cdef int32_t[::1] table = empty_ids(n)
         cdef double expires = self._end_terms() if seconds is None else self.now()
         expires = NEVER if seconds is None else expires + <double>seconds
         if store.debug:
-            check_finite(store, sequence, n)
+            check_finite(store, cache, n)
         # From here on nobody else runs, and the sequence is what it is.
-        n = min(n, sequence.length // store.block_size)
-        if n == 0:
+        n = min(n, cache.length // size)
+        if n == 0 or n * size < before:
             return 0
-        if sequence.store is not store:
-            raise ValueError(f"cache: expected a sequence of {store!r}, got one of {sequence.store!r}")
-        with cython.critical_section(sequence):
-            n = min(n, sequence.n_blocks)
-            table[:n] = sequence.table[:n]
-        n = store.blocks.insert(key_of(name, ids, n * store.block_size), &table[0], rank, expires)
+        if cache.store is not store:
+            raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
+        with cython.critical_section(cache):
+            n = min(n, cache.n_blocks)
+            table[:n] = cache.table[:n]
+        n = store.blocks.insert(key_of(name, ids, n * size - before), &table[0], priority, expires, mark)
         store.after_change()
         return n
 

@@ -1,6 +1,5 @@
 """What the tests of the prefix cache share."""
 
-import numpy as np
 from helpers import append
 
 from pagedkv import PagedKvCache

@@ -9,6 +9,7 @@ from dtype_support import make, normal
 import pagedkv
 from pagedkv import PagedKvCache, PagedKvError, PrefixCache, Step
 
+
 class World:
     """Two sequences, a prefix cache that shares two blocks with the first and has two alone, and three blocks by id."""
 

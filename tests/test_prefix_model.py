@@ -30,6 +30,8 @@ class Sequence:
         self.tokens = tokens
         self.space = space
         self.rows = []  # bytes of each position, all layers
+        self.handle = pagedkv.PrefixHandle()
+        self.handled = []  # tokens that were inserted by it, and that it takes for granted
 
 
 class Machine(RuleBasedStateMachine):
@@ -158,21 +160,26 @@ class Machine(RuleBasedStateMachine):
         spell=st.sampled_from(SPELLINGS),
         space=st.sampled_from([..., ..., *SPACES]),
         rename=st.sampled_from([None, None, None, 0, 1]),
+        by_handle=st.booleans(),
     )
-    def insert(self, data, priority, ttl, spell, space, rename):
+    def insert(self, data, priority, ttl, spell, space, rename, by_handle):
         """Under the sequence's own name, or one more: in another namespace, or by other tokens."""
         sequence = self.pick(data)
         prompt = sequence.tokens[: data.draw(st.integers(0, len(sequence.tokens)))]
         if rename is not None:
             prompt = [rename, *prompt[1:]] if prompt else prompt
-        self.put_in(sequence, prompt, priority, ttl, spell, sequence.space if space is ... else space)
+        space = sequence.space if space is ... else space
+        handle = None
+        if by_handle and space == sequence.space and prompt[: len(sequence.handled)] == sequence.handled:
+            sequence.handled, handle = prompt, sequence.handle
+        self.put_in(sequence, prompt, priority, ttl, spell, space, handle)
 
-    def put_in(self, sequence, prompt, priority, ttl, spell, space):
+    def put_in(self, sequence, prompt, priority, ttl, spell, space, handle=None):
         n = min(len(prompt), sequence.cache.seq_len) // self.size
         table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
         new = self.twin.insert(space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
         added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=space,
-                                     priority=priority, ttl=ttl)
+                                     priority=priority, ttl=ttl, handle=handle)
         assert added == len(new)
         for block in new:
             at = table.index(block) * self.size

@@ -34,6 +34,7 @@ cdef struct Node:
     int64_t priority
     double expires          # its blocks must stay until then; NEVER without a term
     uint64_t used           # when it was; a parent later than its children
+    uint64_t number         # no other node ever has the same
     int32_t n_blocks
     int32_t n_idle          # of its blocks, those that could be given up now
     int32_t parent          # of a free node, the next free one
@@ -78,6 +79,13 @@ cdef struct Key:
     Py_ssize_t n
 
 
+# Where a sequence that grows was last seen to end: its first n tokens are those of the path to here.
+cdef struct Mark:
+    int32_t node
+    uint64_t number         # 0 for nowhere yet
+    int64_t n
+
+
 cdef struct RadixTree:
     Py_ssize_t block_size
     Py_ssize_t total
@@ -97,7 +105,8 @@ cdef struct RadixTree:
     Heap by_size            # namespaces that could give something up
     Heap terms              # nodes whose term ends
     uint64_t n_uses
-    uint64_t n_named
+    uint64_t n_made         # nodes
+    uint64_t n_named        # namespaces
     int32_t gone_first, gone_last               # blocks without a place, whose reference waits to be given back; + 1
     int64_t n_held, n_evictable, n_namespaces   # blocks, of them those that could be given up, namespaces
     int64_t inserted, evicted, hit_tokens, missed_tokens
@@ -115,6 +124,8 @@ cdef uint32_t hash_of_name(const RadixTree* tree, Key key) noexcept nogil
 cdef int32_t root_of(const RadixTree* tree, Key key) noexcept nogil
 # The node in which the longest known beginning ends, and its length; 0 where nothing is known in the namespace.
 cdef int32_t find(const RadixTree* tree, Key key, int64_t* n) noexcept nogil
+# The same for a key that begins where a mark is; -1 where what was known there is no longer.
+cdef int32_t find_from(const RadixTree* tree, Key key, const Mark* mark, int64_t* n) noexcept nogil
 # Where the block ends that has the last of n tokens.
 cdef int64_t block_end(const RadixTree* tree, int64_t n) noexcept nogil
 # A node below that has the token before `end`: of all that go on from here, the one that was used last.

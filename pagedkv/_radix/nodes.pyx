@@ -109,12 +109,31 @@ cdef Py_ssize_t common(const int64_t* a, const int64_t* b, Py_ssize_t n) noexcep
 
 
 cdef int32_t find(const RadixTree* tree, Key key, int64_t* n) noexcept nogil:
-    # What another thread writes into the tokens meanwhile may change what is found, and nothing else.
-    cdef int32_t node = root_of(tree, key), child
-    cdef int64_t at = 0, length, equal
+    cdef int32_t node = root_of(tree, key)
     n[0] = 0
-    if node == 0:
-        return 0
+    return node if node == 0 else walk(tree, node, 0, key, n)
+
+
+cdef int32_t find_from(const RadixTree* tree, Key key, const Mark* mark, int64_t* n) noexcept nogil:
+    cdef int32_t node = mark.node
+    cdef int64_t equal, more
+    if node >= tree.n_nodes or tree.nodes[node].number != mark.number or tree.nodes[node].end < mark.n:
+        return -1
+    while tree.nodes[node].start >= mark.n:  # it was cut since
+        node = tree.nodes[node].parent
+    more = min(tree.nodes[node].end - mark.n, key.n)
+    equal = common(&tree.nodes[node].key[mark.n - tree.nodes[node].start], key.ids, more)
+    n[0] = mark.n + equal
+    if equal < more or n[0] < tree.nodes[node].end:
+        return node
+    return walk(tree, node, mark.n, key, n)
+
+
+cdef int32_t walk(const RadixTree* tree, int32_t node, int64_t before, Key key, int64_t* n) noexcept nogil:
+    """From the end of a node, n tokens deep, as far as the tokens are known; `before` of them are not in the key."""
+    # What another thread writes into the tokens meanwhile may change what is found, and nothing else.
+    cdef int32_t child
+    cdef int64_t at = n[0] - before, length, equal
     while at < key.n:
         child = child_of(tree, node, key.ids[at])
         if child == 0:
@@ -127,7 +146,7 @@ cdef int32_t find(const RadixTree* tree, Key key, int64_t* n) noexcept nogil:
         at += equal
         if equal < length:
             break
-    n[0] = at
+    n[0] = before + at
     return node
 
 
@@ -220,6 +239,8 @@ cdef int32_t new_node(RadixTree* tree, int32_t space, int32_t parent, int64_t st
     it.priority = 0
     it.expires = NEVER
     it.used = 0
+    tree.n_made += 1
+    it.number = tree.n_made
     it.n_blocks = it.n_idle = 0
     it.parent = parent
     it.child = it.next = it.previous = 0

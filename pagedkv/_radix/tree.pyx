@@ -25,9 +25,9 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memmove, memset
 
 from pagedkv._radix.nodes cimport (
-    INSIDE, MAX_ITEMS, NEVER, NOTHING, Key, Name, Node, RadixTree, Space, block_end, descend, find, hash_of_child,
-    hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of, shrink, unlink,
-    unlist)
+    INSIDE, MAX_ITEMS, NEVER, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, find, find_from,
+    hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of,
+    shrink, unlink, unlist)
 from pagedkv._radix.order cimport (
     add_place, list_term, mend_node, mend_space, protect, radix_is_idle, rank_of, remove_place, rename_place, set_rank,
     settle, unlist_term)
@@ -213,9 +213,9 @@ cdef int32_t new_root(RadixTree* tree, Key key, Fresh* fresh) noexcept nogil:
     return it.root
 
 
-cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64_t n_new, bint in_place,
-                        Fresh* fresh) noexcept nogil:
-    """All the memory that inserting takes, n tokens of which are known up to here; what is left is `Fresh`."""
+cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64_t end, int64_t n_new,
+                        bint in_place, Fresh* fresh) noexcept nogil:
+    """All the memory that inserting takes, of tokens up to `end`, n of which are known and lead to a node."""
     cdef Node* it
     if reserve(<void**>&tree.names, &tree.name_room, tree.n_names + max(n_new - tree.n_free_names, 0), sizeof(Name)) < 0:
         return -1
@@ -234,24 +234,34 @@ cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64
         memcpy(fresh.name, key.name, max(key.n_bytes, 0))
     if in_place:
         it = &tree.nodes[node]
-        return (reserve(<void**>&it.key, &it.key_room, key.n - it.start, sizeof(int64_t))
+        return (reserve(<void**>&it.key, &it.key_room, end - it.start, sizeof(int64_t))
                 or reserve(<void**>&it.blocks, &it.block_room, it.n_blocks + n_new, sizeof(int32_t)))
     if n_new:
-        fresh.key = <int64_t*>raw_malloc((key.n - n) * sizeof(int64_t))
+        fresh.key = <int64_t*>raw_malloc((end - n) * sizeof(int64_t))
         fresh.blocks = <int32_t*>raw_malloc(n_new * sizeof(int32_t))
         if fresh.key is NULL or fresh.blocks is NULL:
             return -1
     return 0
 
 
-cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority,
-                             double expires) noexcept nogil:
-    cdef int64_t n, i, n_blocks = key.n // tree.block_size
-    cdef int32_t node = find(tree, key, &n)
-    cdef int64_t first = n // tree.block_size, n_new = n_blocks - first
+cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
+                             Mark* mark) noexcept nogil:
+    cdef int64_t n, i, before = 0
+    cdef int32_t node
+    cdef int64_t first, n_blocks, n_new
     cdef Node* it
     cdef bint in_place
     cdef Fresh fresh
+    if mark is not NULL and mark.number:
+        before = mark.n
+        node = find_from(tree, key, mark, &n)
+        if node < 0:
+            return -3
+    else:
+        node = find(tree, key, &n)
+    n_blocks = (before + key.n) // tree.block_size
+    first = n // tree.block_size
+    n_new = n_blocks - first
     if n_blocks == 0 or (n_new and table[first] < 0):  # what was dropped, and is not known, cannot be
         return 0
     for i in range(first, n_blocks):
@@ -262,7 +272,7 @@ cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int
     in_place = (n_new and node and it.parent and it.child == 0 and n == it.end
                 and it.priority <= priority and it.expires <= expires)
     memset(&fresh, 0, sizeof(Fresh))
-    if prepare_growth(tree, key, node, n, n_new, in_place, &fresh) < 0:
+    if prepare_growth(tree, key, node, n, before + key.n, n_new, in_place, &fresh) < 0:
         raw_free(fresh.cut.key)
         raw_free(fresh.cut.blocks)
         raw_free(fresh.name)
@@ -273,14 +283,14 @@ cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int
     node = do_cut(tree, &fresh.cut) if node else new_root(tree, key, &fresh)
     if n_new:
         if not in_place:
-            node = new_node(tree, tree.nodes[node].space, node, n, key.n, fresh.key, fresh.blocks,
-                            hash_of_child(tree, node, key.ids[n]))
+            node = new_node(tree, tree.nodes[node].space, node, n, before + key.n, fresh.key, fresh.blocks,
+                            hash_of_child(tree, node, key.ids[n - before]))
             tree.nodes[node].priority = priority
             link_first(tree, node)
             settle(tree, tree.nodes[node].parent)
         it = &tree.nodes[node]
-        memcpy(&it.key[n - it.start], &key.ids[n], (key.n - n) * sizeof(int64_t))
-        it.end = key.n
+        memcpy(&it.key[n - it.start], &key.ids[n - before], (before + key.n - n) * sizeof(int64_t))
+        it.end = before + key.n
         memcpy(&it.blocks[it.n_blocks], &table[first], n_new * sizeof(int32_t))
         it.n_blocks += <int32_t>n_new
         tree.spaces[it.space].n_blocks += n_new
@@ -290,9 +300,14 @@ cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int
         mend_space(tree, it.space)
     use_path(tree, node)
     raise_path(tree, node, priority, expires)
+    if mark is not NULL:
+        mark.node = node
+        mark.number = tree.nodes[node].number
+        mark.n = before + key.n
     return n_new
 
 
+# --- giving up -------------------------------------------------------------------------------------
 
 cdef void free_node(RadixTree* tree, int32_t node) noexcept nogil:
     """A node without blocks, and without children, is no more."""
@@ -308,11 +323,10 @@ cdef void free_node(RadixTree* tree, int32_t node) noexcept nogil:
     it.blocks = NULL
     tree.spaces[it.space].n_nodes -= 1
     it.space = 0
+    it.number = 0
     it.parent = tree.free_node
     tree.free_node = node
 
-
-# --- giving up -------------------------------------------------------------------------------------
 
 cdef void free_space(RadixTree* tree, int32_t space) noexcept nogil:
     """A namespace in which nothing is known any more."""
