@@ -21,7 +21,6 @@ import weakref
 import numpy as np
 
 from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
-from pagedkv.errors import PagedKvError
 from pagedkv.stats import PrefixStats
 
 

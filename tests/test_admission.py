@@ -268,7 +268,7 @@ def test_evictable_blocks_are_named(store, prefixes):
 
 
 def a_world(seed):
-    """A store, its prefix cache and a sequence among others, that share, have reserved, and were cut; always the same."""
+    """A store, its prefix cache and one sequence of several that share, have reserved and were cut; always the same."""
     draw = random.Random(seed)
     store = pagedkv.PagedKvStore(draw.randrange(1, 5), draw.randrange(3, 16), 1, 1)
     prefixes = pagedkv.PrefixCache(store)
