@@ -115,6 +115,8 @@ cdef struct RadixTree:
 # A tree that knows nothing; NULL for want of memory. `counts` are the holders of each block.
 cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int32_t* counts, uint64_t seed) noexcept
 cdef void radix_free(RadixTree* tree) noexcept
+# The memory of a tree that has no nodes any more.
+cdef void empty_pools(RadixTree* tree) noexcept nogil
 
 # For all that follows, here and in the modules above, the caller has the tree to itself. What returns -1 had no memory,
 # and has changed nothing.

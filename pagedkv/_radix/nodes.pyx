@@ -14,7 +14,7 @@ cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int32_t* coun
     tree.total = total
     tree.counts = counts
     tree.seed = seed
-    tree.n_nodes = tree.n_spaces = tree.n_names = 1  # place 0 is none
+    tree.n_nodes = tree.n_spaces = tree.n_names = 1
     tree.places = <Place*>raw_calloc(max(total, 1), sizeof(Place))  # untouched memory costs nothing
     if tree.places is NULL:
         raw_free(tree)
@@ -23,9 +23,15 @@ cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int32_t* coun
 
 
 cdef void radix_free(RadixTree* tree) noexcept:
-    cdef int32_t i
     if tree is NULL:
         return
+    empty_pools(tree)
+    raw_free(tree.places)
+    raw_free(tree)
+
+
+cdef void empty_pools(RadixTree* tree) noexcept nogil:
+    cdef int32_t i
     for i in range(1, tree.n_nodes):
         raw_free(tree.nodes[i].key)
         raw_free(tree.nodes[i].blocks)
@@ -38,8 +44,12 @@ cdef void radix_free(RadixTree* tree) noexcept:
     raw_free(tree.table)
     raw_free(tree.by_size.items)
     raw_free(tree.terms.items)
-    raw_free(tree.places)
-    raw_free(tree)
+    tree.nodes, tree.spaces, tree.names, tree.table = NULL, NULL, NULL, NULL
+    tree.by_size.items, tree.terms.items = NULL, NULL
+    tree.node_room = tree.space_room = tree.name_room = tree.by_size.room = tree.terms.room = 0
+    tree.table_room = 0
+    tree.n_nodes = tree.n_spaces = tree.n_names = 1  # place 0 is none
+    tree.free_node = tree.free_space = tree.free_name = tree.n_free_names = 0
 
 
 # --- finding ---------------------------------------------------------------------------------------
