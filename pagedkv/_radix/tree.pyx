@@ -25,8 +25,8 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memmove, memset
 
 from pagedkv._radix.nodes cimport (
-    INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find,
-    find_from,    hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of,
+    INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find, find_from,
+    hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of,
     shrink, unlink, unlist)
 from pagedkv._radix.order cimport (
     add_place, list_term, mend_node, mend_space, protect, radix_is_idle, rank_of, remove_place, rename_place, set_rank,
