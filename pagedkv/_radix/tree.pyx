@@ -231,7 +231,8 @@ cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64
         fresh.order = <int32_t*>raw_malloc(2 * sizeof(int32_t))
         if fresh.name is NULL or fresh.order is NULL:
             return -1
-        memcpy(fresh.name, key.name, max(key.n_bytes, 0))
+        if key.n_bytes > 0:
+            memcpy(fresh.name, key.name, key.n_bytes)
     if in_place:
         it = &tree.nodes[node]
         return (reserve(<void**>&it.key, &it.key_room, end - it.start, sizeof(int64_t))
