@@ -3,6 +3,8 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16
+
 # A whole number in [low, high]; TypeError or ValueError names it.
 cpdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
 # An index in [0, n); TypeError or IndexError names it.
@@ -16,9 +18,53 @@ cdef float as_real(object value, str name, bint positive) except? -1
 # What an iterable gives, in a tuple of its own; TypeError for what is none.
 cdef tuple as_items(object items, str name, str expected)
 
-# Arrays are taken in two steps. First every argument of a call is converted, by the as_... functions: this may run the
+# --- arrays ---
+#
+# They are taken in two steps. First every argument of a call is converted, by the as_... functions: this may run the
 # caller's code, which may change an array that was converted before. Then, when no such code can run any more, each is
 # looked at again, by the check_... functions, and its address is taken. They run nobody's code unless they raise.
+
+cdef inline bint is_plain(object array, int typenum) noexcept:
+    """An ndarray and no subclass, of this type; native, aligned, C-contiguous."""
+    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == typenum
+            and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
+
+
+cdef inline bint is_own(object array, int dtype) noexcept:
+    """Whether the values are, as they lie there, what a store of this dtype holds."""
+    if dtype == SIMD_F16:
+        return is_plain(array, cnp.NPY_FLOAT16)
+    return dtype == SIMD_BF16 and is_plain(array, cnp.NPY_USHORT)
+
+
+cdef inline bint has_prefix(cnp.ndarray array, int n_axes, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
+    """Whether the first n_axes axes are [n_layers, count], where one layer may go unsaid; a count of -1 is no axis."""
+    cdef int axis = n_axes - 1
+    if count >= 0:
+        if axis < 0 or cnp.PyArray_DIM(array, axis) != count:
+            return False
+        axis -= 1
+    if axis < 0:
+        return n_layers == 1
+    return axis == 0 and cnp.PyArray_DIM(array, 0) == n_layers
+
+
+cdef inline bint has_shape(
+        cnp.ndarray array, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
+    cdef int ndim = cnp.PyArray_NDIM(array)
+    if ndim >= 1 and cnp.PyArray_DIM(array, ndim - 1) == n_heads * head_dim:
+        if has_prefix(array, ndim - 1, n_layers, count):
+            return True
+    return (ndim >= 2 and cnp.PyArray_DIM(array, ndim - 1) == head_dim
+            and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
+
+
+cdef inline bint holds_rows(
+        object array, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
+    """Whether as_rows would give it back as it is."""
+    return (is_plain(array, cnp.NPY_FLOAT32) or is_own(array, dtype)) and has_shape(
+        <cnp.ndarray>array, n_layers, count, n_heads, head_dim)
+
 
 # Any array as a plain ndarray, of whatever dtype, shape and strides.
 cpdef cnp.ndarray as_ndarray(object array, str name, str expected)

@@ -201,50 +201,6 @@ cdef bint is_backed(cnp.ndarray array) except -1:
 
 # --- rows ------------------------------------------------------------------------------------------
 
-cdef inline bint is_ready(object array) noexcept:
-    """Native, aligned, C-contiguous float32."""
-    return is_plain(array, cnp.NPY_FLOAT32)
-
-
-cdef inline bint is_plain(object array, int typenum) noexcept:
-    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == typenum
-            and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
-
-
-cdef inline bint is_own(object array, int dtype) noexcept:
-    """Whether the values are, as they lie there, what a store of this dtype holds."""
-    if dtype == SIMD_F16:
-        return is_plain(array, cnp.NPY_FLOAT16)
-    return dtype == SIMD_BF16 and is_plain(array, cnp.NPY_USHORT)
-
-
-cdef inline bint has_prefix(cnp.ndarray array, int n_axes, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
-    """Whether the first n_axes axes are [n_layers, count], where one layer may go unsaid; a count of -1 is no axis."""
-    cdef int axis = n_axes - 1
-    if count >= 0:
-        if axis < 0 or cnp.PyArray_DIM(array, axis) != count:
-            return False
-        axis -= 1
-    if axis < 0:
-        return n_layers == 1
-    return axis == 0 and cnp.PyArray_DIM(array, 0) == n_layers
-
-
-cdef inline bint has_shape(
-        cnp.ndarray array, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
-    cdef int ndim = cnp.PyArray_NDIM(array)
-    if ndim >= 1 and cnp.PyArray_DIM(array, ndim - 1) == n_heads * head_dim:
-        if has_prefix(array, ndim - 1, n_layers, count):
-            return True
-    return (ndim >= 2 and cnp.PyArray_DIM(array, ndim - 1) == head_dim
-            and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
-
-
-cdef inline bint holds_rows(
-        object array, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
-    return (is_ready(array) or is_own(array, dtype)) and has_shape(<cnp.ndarray>array, n_layers, count, n_heads, head_dim)
-
-
 cdef str rows_wanted(int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
     own = {SIMD_F16: " or float16", SIMD_BF16: " or uint16 (bfloat16 bits)"}.get(dtype, "")
     axes = ([n_layers] if n_layers > 1 else []) + ([count] if count >= 0 else [])
@@ -326,7 +282,7 @@ cdef str floats_wanted(tuple shape):
 
 
 cdef cnp.ndarray as_float32(object array, str name, tuple shape):
-    if is_ready(array) and fits(<cnp.ndarray>array, shape):
+    if is_plain(array, cnp.NPY_FLOAT32) and fits(<cnp.ndarray>array, shape):
         return <cnp.ndarray>array
     cdef str expected = floats_wanted(shape)
     cdef cnp.ndarray result = as_native(array, name, expected)
@@ -336,7 +292,7 @@ cdef cnp.ndarray as_float32(object array, str name, tuple shape):
 
 
 cdef int check_float32(cnp.ndarray array, str name, tuple shape) except -1:
-    if not (is_ready(array) and fits(array, shape)):
+    if not (is_plain(array, cnp.NPY_FLOAT32) and fits(array, shape)):
         raise ValueError(f"{name}: expected {floats_wanted(shape)}, got {describe(array)}")
     if not is_backed(array):
         raise changed(array, name, floats_wanted(shape))
@@ -426,7 +382,7 @@ cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total):
     cdef Py_ssize_t i
     cdef bint natural = False
     if cnp.PyArray_Check(ids):
-        given = as_ndarray(ids, name, "block ids")
+        given = np.asarray(ids)  # a subclass may have a min and max of its own
         if not cnp.PyArray_ISINTEGER(given) or cnp.PyArray_NDIM(given) != 1:
             raise TypeError(f"{name}: expected a one-dimensional array of integers, got {describe(given)}")
         wide = own_integers(given, &natural)

@@ -98,10 +98,6 @@ cdef class BlockRows:
         given.row_bytes = self.row_bytes if given.stored else self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
         return given
 
-    cdef bint overlaps(self, cnp.ndarray rows) noexcept:
-        cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
-        return self.memory <= address < self.memory + self.n_bytes
-
     # --- moving them ---
 
     cdef inline const RowFormat* conversion(self, GivenRows src) noexcept nogil:

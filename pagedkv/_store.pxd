@@ -34,9 +34,11 @@ cdef class BlockStore:
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
     # One holder less for each id that has one: the way out when nothing may be raised.
     cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
-    # What a caller gave as K or as V, n rows of each of n_layers or, for -1, one row a layer with no axis for it. First K,
-    # then V, whose reading may run the caller's code: K is looked at again after it. Rows that lie in the store's own
-    # memory are copied, so that no move overlaps itself. TypeError or ValueError names the argument.
+    # What a caller gave as K and V, n rows of each of n_layers or, for -1, one row a layer with no axis for it. Where they
+    # are arrays to be read as they lie there, `holds` says so, and runs nobody's code. Otherwise first K and then V is
+    # converted, by the caller's code too, and K looked at again after it. Rows that lie in the store's own memory are
+    # copied, so that no move overlaps itself. TypeError or ValueError names the argument.
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept
     cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n)
     cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k)
     # Both again, right before they are read, where anything else has run since.

@@ -7,7 +7,7 @@ cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
-from pagedkv._arrays cimport as_rows, check_rows
+from pagedkv._arrays cimport as_rows, check_rows, holds_rows
 from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator
 
@@ -96,6 +96,13 @@ cdef class BlockStore:
 
     # --- bytes ---
 
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
+        cdef BlockRows k_rows = self.k, v_rows = self.v
+        return (holds_rows(k, self.kind, n_layers, n, k_rows.n_heads, k_rows.head_dim)
+                and holds_rows(v, self.kind, n_layers, n, v_rows.n_heads, v_rows.head_dim)
+                and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
+                         or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
+
     cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n):
         cdef str name = "k_step" if n < 0 else "k"
         return self.apart(as_rows(array, name, self.kind, n_layers, n, self.k.n_heads, self.k.head_dim))
@@ -103,8 +110,7 @@ cdef class BlockStore:
     cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k):
         cdef str name = "v_step" if n < 0 else "v"
         cdef cnp.ndarray v = as_rows(array, name, self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
-        if v is not array:
-            self.check_given(k, v, n_layers, n)
+        self.check_given(k, v, n_layers, n)
         return self.apart(v)
 
     cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1:

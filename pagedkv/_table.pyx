@@ -100,9 +100,12 @@ cdef class BlockTable:
             return 0
         if n_taken > store.blocks.total:  # more than a table should be made for
             raise store.exhausted(n_taken, kept)
+        # Taking may ask a prefix cache, and making room let the collector run: somebody's code, that may change the rows.
+        cdef bint look_again = k is not None and (
+            n_taken > store.blocks.n_free() or self.n_blocks + n_taken > self.table.shape[0] or store.debug)
         self.make_room(self.n_blocks + n_taken)
         store.take(&self.table[self.n_blocks], n_taken, kept)
-        if k is not None:
+        if look_again:
             try:
                 store.check_given(k, v, store.n_layers, count)
             except BaseException:

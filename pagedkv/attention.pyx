@@ -69,7 +69,8 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
     Returns
     -------
     out : float32 array ``[n_rows, n_q_heads, v_head_dim]``
-        Zeros where nothing is visible.
+        Zeros where nothing is visible. A score that overflows to ``-inf`` hides its position too, so that a query all of
+        whose scores do gets zeros, and an ``lse`` of ``-inf``, where a softmax in NumPy or torch gives NaN.
     lse : float32 array ``[n_rows, n_q_heads]``, with ``return_lse``
         Natural logarithm of the sum of ``exp(score)``, sinks included; ``-inf`` where that sum is empty.
 

@@ -241,11 +241,7 @@ cdef class KvCache:
             if cache.pool is not None or cache.usable:
                 raise RuntimeError("KvCache: with_pool makes a new cache, and got one that is in use")
             cache.pool = pool
-            try:
-                cache.make_room(n_blocks * size, None, None, 0)
-            except BaseException:
-                cache.pool = None
-                raise
+            cache.make_room(n_blocks * size, None, None, 0)
             cache.planned = n
         finally:
             end_write(cache, &cache.users)
@@ -271,8 +267,8 @@ cdef class KvCache:
     def allocated_bytes(self):
         """Bytes set aside for K and V, used or not."""
         with cython.critical_section(self):
-            rows = self.k_array, self.v_array
-        return rows[0].nbytes + rows[1].nbytes
+            k, v = self.k_array, self.v_array
+        return k.nbytes + v.nbytes
 
     @property
     def is_within_planned_capacity(self):

@@ -24,9 +24,8 @@ cdef class PagedKvCache(BlockTable):
     """PagedKvCache()\n--\n
     One sequence in a `PagedKvStore`: a block table and a length. Holds no K/V itself.
 
-    Every method that touches blocks takes the store as its first argument, which has to be the
-    same one for as long as the cache holds blocks. Garbage collection gives the blocks back, as
-    `release` does.
+    Every method that touches blocks takes the store as its first argument, which has to be the same one for as long as
+    the cache holds blocks. Garbage collection gives the blocks back, as `release` does.
 
     Attributes
     ----------
@@ -35,9 +34,8 @@ cdef class PagedKvCache(BlockTable):
 
     Notes
     -----
-    Threads: a cache belongs to one thread at a time, its store to all of them. A method called
-    while a `Step` or an attention call is running on the cache raises RuntimeError and changes
-    nothing. Its table and length may be looked at by any thread.
+    Threads: a cache belongs to one thread at a time, its store to all of them. A method called while a `Step` or an
+    attention call runs on the cache raises RuntimeError and changes nothing. Any thread may look at its table and length.
 
     Method: the block table of Kwon et al., SOSP 2023, section 4, as `PagedKvStore` has it.
 
@@ -116,15 +114,16 @@ cdef class PagedKvCache(BlockTable):
             Rows of another dtype or shape; another store; in use by a running call. Nothing was changed.
         """
         cdef PagedKvStore home = as_store(store)
-        cdef cnp.ndarray k = home.given_k(k_step, home.n_layers, -1)
-        cdef cnp.ndarray v = home.given_v(v_step, home.n_layers, -1, k)
+        if not home.holds(k_step, v_step, home.n_layers, -1):
+            k_step = home.given_k(k_step, home.n_layers, -1)
+            v_step = home.given_v(v_step, home.n_layers, -1, k_step)
         cdef BlockRows k_rows = home.k, v_rows = home.v
         cdef GivenRows k_given, v_given
         cdef Py_ssize_t row
         self.begin_write(home)
         try:
-            self.prepare(home, 1, k, v, -1)
-            k_given, v_given = k_rows.given(k), v_rows.given(v)
+            self.prepare(home, 1, <cnp.ndarray>k_step, <cnp.ndarray>v_step, -1)
+            k_given, v_given = k_rows.given(<cnp.ndarray>k_step), v_rows.given(<cnp.ndarray>v_step)
             row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
             if home.step_bytes < NOGIL_FROM:
                 k_rows.put(row, k_given)
@@ -160,16 +159,17 @@ cdef class PagedKvCache(BlockTable):
         """
         cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
-        cdef cnp.ndarray k_array = home.given_k(k, home.n_layers, n)
-        cdef cnp.ndarray v_array = home.given_v(v, home.n_layers, n, k_array)
+        if not home.holds(k, v, home.n_layers, n):
+            k = home.given_k(k, home.n_layers, n)
+            v = home.given_v(v, home.n_layers, n, k)
         cdef BlockRows k_rows = home.k, v_rows = home.v
         cdef GivenRows k_given, v_given
         cdef int n_threads = resolve_threads(0)
         self.begin_write(home)
         try:
             if n:
-                self.prepare(home, n, k_array, v_array, n)
-                k_given, v_given = k_rows.given(k_array), v_rows.given(v_array)
+                self.prepare(home, n, k, v, n)
+                k_given, v_given = k_rows.given(k), v_rows.given(v)
                 with nogil:
                     k_rows.append(k_given, self.table, self.length, n, n_threads)
                     v_rows.append(v_given, self.table, self.length, n, n_threads)
@@ -251,8 +251,8 @@ cdef class PagedKvCache(BlockTable):
         block_size : int
             That of the store.
         store : PagedKvStore, optional
-            The blocks' store. Given, the ids are checked at once. Otherwise they are checked at the
-            first use with a store, and until then garbage collection has nobody to give them back to.
+            The blocks' store: the ids are checked at once. Without it they are checked at the first use with
+            a store, and until then garbage collection has nobody to give them back to.
 
         Raises
         ------
@@ -341,9 +341,7 @@ cdef class PagedKvCache(BlockTable):
     # --- shrinking ---
 
     def release(self, store):
-        """Give every block back; the cache is empty again. A second time it does nothing.
-
-        A block goes back to the free ones when its last holder has released it.
+        """Give every block back, which is free when its last holder has; the cache is empty again, also a second time.
 
         Parameters
         ----------
@@ -479,15 +477,13 @@ cdef class PagedKvCache(BlockTable):
         cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
         cdef int n_threads = resolve_threads(0)
         cdef BlockRows k_rows = home.k, v_rows = home.v
-        cdef KvCache target
         cdef float[:, ::1] k, v
         if out is None:
-            target = KvCache(home.n_kv_heads, home.head_dim, v_head_dim=home.v_head_dim)
+            out = KvCache(home.n_kv_heads, home.head_dim, v_head_dim=home.v_head_dim)
         elif not isinstance(out, KvCache):
             raise TypeError(f"out: expected a KvCache, got {describe(out)}")
-        else:
-            target = <KvCache>out
-            target.check_heads(home.n_kv_heads, home.head_dim, home.v_head_dim)
+        cdef KvCache target = <KvCache>out
+        target.check_heads(home.n_kv_heads, home.head_dim, home.v_head_dim)
         self.begin_read(home)
         try:
             if self.n_dropped:

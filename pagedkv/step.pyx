@@ -233,9 +233,10 @@ cdef class Step:
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
         cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k_array = store.given_k(k, 1, self.n_rows)
-        cdef cnp.ndarray v_array = store.given_v(v, 1, self.n_rows, k_array)
-        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
+        if not store.holds(k, v, 1, self.n_rows):
+            k = store.given_k(k, 1, self.n_rows)
+            v = store.given_v(v, 1, self.n_rows, k)
+        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         self.begin_call()
         with nogil:
             k_rows.scatter(index, k_given, self.slots, self.n_rows, self.n_threads)

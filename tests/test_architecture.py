@@ -20,7 +20,7 @@ PACKAGE = ROOT / "pagedkv"
 FLOORS = [
     ["_kernels"],  # C-level only
     ["errors", "stats", "viz", "_radix"],  # plain values, pictures and a tree of them
-    ["_arrays"],  # what the caller gave, checked
+    ["_arrays", "_guard"],  # what the caller gave, checked; who may use it now
     ["allocator", "_rows", "_keys", "threads"],
     ["_store"],
     ["store", "cpu"],
