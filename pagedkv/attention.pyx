@@ -12,7 +12,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from pagedkv._arrays cimport (
-    as_flag, as_float32, as_index, as_items, as_real, as_result, as_size, as_thread_count, check_apart, check_float32,
+    as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count, check_apart, check_float32,
     check_out, describe, empty_floats)
 from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
@@ -24,6 +24,7 @@ from pagedkv.store cimport PagedKvStore, as_store
 
 cdef Py_ssize_t MAX_POSITIONS = 1 << 60  # sums of two stay far from overflow
 cdef Py_ssize_t MAX_ROWS = 1 << 40
+cdef str KV_WANTED = "float32 [s, width] or [s, n_kv_heads, head_dim]"
 
 
 def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, window=None,
@@ -354,14 +355,12 @@ cdef tuple as_query_lens(query_lens, Py_ssize_t n):
 
 cdef cnp.ndarray as_kv(array, str name):
     """K or V of `attention`: [s, width] or [s, heads, dim]."""
-    cdef cnp.ndarray rows = as_float32(array, name, None)
-    check_kv(rows, name)
-    return rows
+    return as_float32(as_native(array, name, KV_WANTED), name, None)
 
 
 cdef int check_kv(cnp.ndarray rows, str name) except -1:
     if rows.ndim not in (2, 3):
-        raise ValueError(f"{name}: expected float32 [s, width] or [s, n_kv_heads, head_dim], got {describe(rows)}")
+        raise ValueError(f"{name}: expected {KV_WANTED}, got {describe(rows)}")
     check_float32(rows, name, None)
     return 0
 
