@@ -26,7 +26,11 @@ cdef class BlockRows:
 
     # What an array that _arrays has checked holds, a row a position of each layer; valid as long as the array.
     cdef GivenRows given(self, cnp.ndarray rows) noexcept
-    cdef bint overlaps(self, cnp.ndarray rows) noexcept
+    cdef inline bint overlaps(self, cnp.ndarray rows) noexcept:
+        """Whether an array starts in this memory: such a one ends in it too."""
+        cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
+        return self.memory <= address < self.memory + self.n_bytes
+
     cdef const RowFormat* conversion(self, GivenRows src) noexcept nogil
     # `src`: one row a layer.
     cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil

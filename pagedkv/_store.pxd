@@ -35,11 +35,16 @@ cdef class BlockStore:
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
     # One holder less for each id that has one: the way out when nothing may be raised.
     cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
-    # What a caller gave, checked: one row a layer of K or of V, and n rows of each of n_layers. TypeError or ValueError
-    # names it. Rows that lie in the store's own memory are copied, so that no move overlaps itself.
+    # What a caller gave as K and V, n rows of each of n_layers or, for -1, one row a layer with no axis for it. Where they
+    # are arrays to be read as they lie there, `holds` says so, and runs nobody's code. Otherwise first K and then V is
+    # converted, by the caller's code too, and K looked at again after it. Rows that lie in the store's own memory are
+    # copied, so that no move overlaps itself. TypeError or ValueError names the argument.
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept
+    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n)
+    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k)
+    # Both again, right before they are read, where anything else has run since.
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1
     cdef cnp.ndarray apart(self, cnp.ndarray rows)
-    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows)
-    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n)
     # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
 
@@ -49,7 +54,8 @@ cdef class BlockStore:
     # `prefixes` knows what blocks hold, from now on until it goes. ValueError if another one does.
     cdef int know_prefixes(self, object prefixes) except -1
 
-    cdef Py_ssize_t held_id(self, object id, str name) except -1
+    # ValueError unless somebody holds the block.
+    cdef int check_held(self, Py_ssize_t block, str name) except -1
     cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept
 
 

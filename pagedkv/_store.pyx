@@ -7,7 +7,7 @@ cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
-from pagedkv._arrays cimport as_index, as_rows, as_step
+from pagedkv._arrays cimport as_rows, check_rows, holds_rows
 from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator
 
@@ -29,11 +29,10 @@ cdef class BlockStore:
         self.block_size = 1
         self.dtype = "float32"
 
-    cdef Py_ssize_t held_id(self, object id, str name) except -1:
-        cdef Py_ssize_t block = as_index(id, name, self.blocks.total)
+    cdef int check_held(self, Py_ssize_t block, str name) except -1:
         if self.blocks.counts[block] == 0:
             raise ValueError(f"{name}: expected a block that someone holds, got {block}, which is free")
-        return block
+        return 0
 
     # --- holders ---
 
@@ -88,11 +87,27 @@ cdef class BlockStore:
 
     # --- bytes ---
 
-    cdef cnp.ndarray given_step(self, object array, str name, BlockRows rows):
-        return self.apart(as_step(array, name, self.kind, self.n_layers, rows.n_heads, rows.head_dim))
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
+        cdef BlockRows k_rows = self.k, v_rows = self.v
+        return (holds_rows(k, self.kind, n_layers, n, k_rows.n_heads, k_rows.head_dim)
+                and holds_rows(v, self.kind, n_layers, n, v_rows.n_heads, v_rows.head_dim)
+                and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
+                         or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
 
-    cdef cnp.ndarray given_rows(self, object array, str name, BlockRows rows, Py_ssize_t n_layers, Py_ssize_t n):
-        return self.apart(as_rows(array, name, self.kind, n_layers, n, rows.n_heads, rows.head_dim))
+    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n):
+        cdef str name = "k_step" if n < 0 else "k"
+        return self.apart(as_rows(array, name, self.kind, n_layers, n, self.k.n_heads, self.k.head_dim))
+
+    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k):
+        cdef str name = "v_step" if n < 0 else "v"
+        cdef cnp.ndarray v = as_rows(array, name, self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        self.check_given(k, v, n_layers, n)
+        return self.apart(v)
+
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1:
+        check_rows(k, "k_step" if n < 0 else "k", self.kind, n_layers, n, self.k.n_heads, self.k.head_dim)
+        check_rows(v, "v_step" if n < 0 else "v", self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        return 0
 
     cdef cnp.ndarray apart(self, cnp.ndarray rows):
         """The rows, or a copy where they are a view of this store."""

@@ -1,3 +1,4 @@
+cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 from pagedkv.store cimport PagedKvStore
@@ -47,7 +48,15 @@ cdef class BlockTable:
 
     cdef int lock_write(self) except -1
     cdef int bind(self, PagedKvStore store) except -1
-    cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1
+    # Make the next n_new positions writable: take their blocks, copy those that others hold too. All or nothing. The
+    # rows that are to be written there, or None for none, are looked at again where taking may have run somebody's code.
+    cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new, cnp.ndarray k, cnp.ndarray v, Py_ssize_t count) except -1
+    # Ends a call that wrote: a store in debug mode checks its books, and that this table is among them.
+    cdef inline int after_growth(self, PagedKvStore store) except -1:
+        if store.debug:
+            store.check((self,))
+        return 0
+
     cdef int copy_shared(self, Py_ssize_t n_missing, Py_ssize_t n_copies) except -1
     cdef int give_back_from(self, Py_ssize_t first) except -1
     # Make `other` a second holder of this sequence's written blocks; it gives back its own.

@@ -9,9 +9,11 @@ A table holds one reference to every block it names.
 """
 
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 from pagedkv._arrays cimport empty_ids
+from pagedkv._guard cimport begin_read, begin_write, end_read, end_write
 from pagedkv.store cimport PagedKvStore
 
 import numpy as np
@@ -28,17 +30,10 @@ cdef class BlockTable:
     # --- the guard ---
 
     cdef int lock_write(self) except -1:
-        cdef bint idle
-        with cython.critical_section(self):
-            idle = self.users == 0
-            if idle:
-                self.users = -1
-        if not idle:
-            raise RuntimeError("cache: in use by a running Step, attention or copy")
-        return 0
+        return begin_write(self, &self.users)
 
     cdef int begin_write(self, PagedKvStore store) except -1:
-        self.lock_write()
+        begin_write(self, &self.users)
         if self.store is not store and self.n_blocks:
             try:
                 self.bind(store)
@@ -50,17 +45,10 @@ cdef class BlockTable:
     cdef void end_write(self) noexcept:
         if self.n_blocks == 0 and self.store is not None:
             self.store = None
-        with cython.critical_section(self):
-            self.users = 0
+        end_write(self, &self.users)
 
     cdef int begin_read(self, PagedKvStore store) except -1:
-        cdef bint free
-        with cython.critical_section(self):
-            free = self.users >= 0
-            if free:
-                self.users += 1
-        if not free:
-            raise RuntimeError("cache: in use by a running Step, or a call that changes it")
+        begin_read(self, &self.users)
         if self.store is not store and self.n_blocks:
             try:
                 self.bind(store)
@@ -70,8 +58,7 @@ cdef class BlockTable:
         return 0
 
     cdef void end_read(self) noexcept:
-        with cython.critical_section(self):
-            self.users -= 1
+        end_read(self, &self.users)
 
     cdef int bind(self, PagedKvStore store) except -1:
         """Tie adopted blocks to the first store they are used with."""
@@ -113,8 +100,7 @@ cdef class BlockTable:
         if n_blocks:
             self.store = store
 
-    cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new) except -1:
-        """Make the next n_new positions writable: take their blocks, copy those that others hold too. All or nothing."""
+    cdef int prepare(self, PagedKvStore store, Py_ssize_t n_new, cnp.ndarray k, cnp.ndarray v, Py_ssize_t count) except -1:
         cdef Py_ssize_t n_missing = self.n_missing(store, n_new)
         cdef Py_ssize_t n_shared = self.n_shared(store, n_new)
         cdef Py_ssize_t n_taken = n_missing + n_shared
@@ -123,8 +109,17 @@ cdef class BlockTable:
             return 0
         if n_taken > store.blocks.total:  # more than a table should be made for
             raise store.exhausted(n_taken, kept)
+        # Taking may ask a prefix cache, and making room let the collector run: somebody's code, that may change the rows.
+        cdef bint look_again = k is not None and (
+            n_taken > store.blocks.n_free() or self.n_blocks + n_taken > self.table.shape[0] or store.debug)
         self.make_room(self.n_blocks + n_taken)
         store.take(&self.table[self.n_blocks], n_taken, kept)
+        if look_again:
+            try:
+                store.check_given(k, v, store.n_layers, count)
+            except BaseException:
+                store.drop_each(&self.table[self.n_blocks], n_taken)
+                raise
         self.store = store
         self.block_size = store.block_size
         self.n_blocks += n_missing

@@ -3,14 +3,14 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagedkv._arrays cimport as_index, describe, empty_ids
+from pagedkv._arrays cimport as_index, as_items, empty_ids
 from pagedkv._table cimport blocks_for
 from pagedkv.attention cimport as_caches
 from pagedkv.sequence cimport PagedKvCache
-from pagedkv.store cimport PagedKvStore
+from pagedkv.store cimport PagedKvStore, as_store
 
 
-def reorder(PagedKvStore store not None, caches, parents):
+def reorder(store, caches, parents):
     """Let every cache go on from the sequence that another one has now, as a beam search does.
 
     ``caches[i]`` becomes a fork of what ``caches[parents[i]]`` was. All at once and all or nothing. No rows are
@@ -51,6 +51,7 @@ def reorder(PagedKvStore store not None, caches, parents):
     >>> [float(beam.to_contiguous(store).k[0, 0]) for beam in beams], store.free_block_count
     ([1.0, 1.0, 0.0], 4)
     """
+    cdef PagedKvStore home = as_store(store)
     cdef tuple batch = as_caches(caches)
     cdef Py_ssize_t n = len(batch), n_locked = 0, i
     cdef list sources = as_parents(parents, n)
@@ -58,19 +59,17 @@ def reorder(PagedKvStore store not None, caches, parents):
         raise ValueError("caches: expected each cache once, got one of them twice")
     try:
         for i in range(n):
-            (<PagedKvCache>batch[i]).begin_write(store)
+            (<PagedKvCache>batch[i]).begin_write(home)
             n_locked += 1
-        fork_all(store, batch, sources)
+        fork_all(home, batch, sources)
     finally:
         for i in range(n_locked):
             (<PagedKvCache>batch[i]).end_write()
-    store.after_change()
+    home.after_change()
 
 
 cdef list as_parents(parents, Py_ssize_t n):
-    if not hasattr(parents, "__iter__"):
-        raise TypeError(f"parents: expected a sequence of integers, got {describe(parents)}")
-    given = list(parents)
+    given = as_items(parents, "parents", "a sequence of integers")
     if len(given) != n:
         raise ValueError(f"parents: expected one for each of {n} caches, got {len(given)}")
     return [as_index(parent, "parents", n) for parent in given]

@@ -16,7 +16,7 @@ from pagedkv._rows cimport BlockRows
 from pagedkv._store cimport NOGIL_FROM
 from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
-from pagedkv.store cimport PagedKvStore
+from pagedkv.store cimport PagedKvStore, as_store
 
 
 @cython.no_gc_clear
@@ -24,9 +24,8 @@ cdef class PagedKvCache(BlockTable):
     """PagedKvCache()\n--\n
     One sequence in a `PagedKvStore`: a block table and a length. Holds no K/V itself.
 
-    Every method that touches blocks takes the store as its first argument, which has to be the
-    same one for as long as the cache holds blocks. Garbage collection gives the blocks back, as
-    `release` does.
+    Every method that touches blocks takes the store as its first argument, which has to be the same one for as long as
+    the cache holds blocks. Garbage collection gives the blocks back, as `release` does.
 
     Attributes
     ----------
@@ -35,9 +34,8 @@ cdef class PagedKvCache(BlockTable):
 
     Notes
     -----
-    Threads: a cache belongs to one thread at a time, its store to all of them. A method called
-    while a `Step` or an attention call is running on the cache raises RuntimeError and changes
-    nothing. Its table and length may be looked at by any thread.
+    Threads: a cache belongs to one thread at a time, its store to all of them. A method called while a `Step` or an
+    attention call runs on the cache raises RuntimeError and changes nothing. Any thread may look at its table and length.
 
     Method: the block table of Kwon et al., SOSP 2023, section 4, as `PagedKvStore` has it.
 
@@ -97,7 +95,7 @@ cdef class PagedKvCache(BlockTable):
 
     # --- growing ---
 
-    def push(self, PagedKvStore store not None, k_step, v_step):
+    def push(self, store, k_step, v_step):
         """Append one position's key and value: ``seq_len`` grows by 1.
 
         Parameters
@@ -115,16 +113,19 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             Rows of another dtype or shape; another store; in use by a running call. Nothing was changed.
         """
-        cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k = store.given_step(k_step, "k_step", k_rows)
-        cdef cnp.ndarray v = store.given_step(v_step, "v_step", v_rows)
-        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
+        cdef PagedKvStore home = as_store(store)
+        if not home.holds(k_step, v_step, home.n_layers, -1):
+            k_step = home.given_k(k_step, home.n_layers, -1)
+            v_step = home.given_v(v_step, home.n_layers, -1, k_step)
+        cdef BlockRows k_rows = home.k, v_rows = home.v
+        cdef GivenRows k_given, v_given
         cdef Py_ssize_t row
-        self.begin_write(store)
+        self.begin_write(home)
         try:
-            self.prepare(store, 1)
+            self.prepare(home, 1, <cnp.ndarray>k_step, <cnp.ndarray>v_step, -1)
+            k_given, v_given = k_rows.given(<cnp.ndarray>k_step), v_rows.given(<cnp.ndarray>v_step)
             row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
-            if store.step_bytes < NOGIL_FROM:
+            if home.step_bytes < NOGIL_FROM:
                 k_rows.put(row, k_given)
                 v_rows.put(row, v_given)
             else:
@@ -134,10 +135,9 @@ cdef class PagedKvCache(BlockTable):
             self.length += 1
         finally:
             self.end_write()
-        if store.debug:
-            store.check((self,))
+        self.after_growth(home)
 
-    def append_contiguous(self, PagedKvStore store not None, k, v, count):
+    def append_contiguous(self, store, k, v, count):
         """Append ``count`` positions in one go: the inverse of `to_contiguous`.
 
         Parameters
@@ -157,26 +157,28 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             As for `push`.
         """
+        cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
-        cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k_array = store.given_rows(k, "k", k_rows, store.n_layers, n)
-        cdef cnp.ndarray v_array = store.given_rows(v, "v", v_rows, store.n_layers, n)
-        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
+        if not home.holds(k, v, home.n_layers, n):
+            k = home.given_k(k, home.n_layers, n)
+            v = home.given_v(v, home.n_layers, n, k)
+        cdef BlockRows k_rows = home.k, v_rows = home.v
+        cdef GivenRows k_given, v_given
         cdef int n_threads = resolve_threads(0)
-        self.begin_write(store)
+        self.begin_write(home)
         try:
             if n:
-                self.prepare(store, n)
+                self.prepare(home, n, k, v, n)
+                k_given, v_given = k_rows.given(k), v_rows.given(v)
                 with nogil:
                     k_rows.append(k_given, self.table, self.length, n, n_threads)
                     v_rows.append(v_given, self.table, self.length, n, n_threads)
                 self.length += n
         finally:
             self.end_write()
-        if store.debug:
-            store.check((self,))
+        self.after_growth(home)
 
-    def blocks_needed_for(self, PagedKvStore store not None, n_new):
+    def blocks_needed_for(self, store, n_new):
         """How many blocks appending ``n_new`` positions would take from the store.
 
         Counted against the capacity held, so reserved blocks are not asked for twice; a block that
@@ -198,12 +200,13 @@ cdef class PagedKvCache(BlockTable):
             No number of positions; another store; in use by a running call that writes.
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
-        self.begin_read(store)
-        cdef Py_ssize_t n_needed = self.n_missing(store, n) + self.n_shared(store, n)
+        cdef PagedKvStore home = as_store(store)
+        self.begin_read(home)
+        cdef Py_ssize_t n_needed = self.n_missing(home, n) + self.n_shared(home, n)
         self.end_read()
         return n_needed
 
-    def reserve(self, PagedKvStore store not None, n_new):
+    def reserve(self, store, n_new):
         """Take the blocks that ``n_new`` more positions need, without advancing ``seq_len``.
 
         After it, pushes up to there cannot fail: a shared tail is copied now. Blocks that stay
@@ -223,13 +226,13 @@ cdef class PagedKvCache(BlockTable):
             No number of positions; another store; in use by a running call.
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
-        self.begin_write(store)
+        cdef PagedKvStore home = as_store(store)
+        self.begin_write(home)
         try:
-            self.prepare(store, n)
+            self.prepare(home, n, None, None, 0)
         finally:
             self.end_write()
-        if store.debug:
-            store.check((self,))
+        self.after_growth(home)
 
     # --- starting on others' blocks ---
 
@@ -248,8 +251,8 @@ cdef class PagedKvCache(BlockTable):
         block_size : int
             That of the store.
         store : PagedKvStore, optional
-            The blocks' store. Given, the ids are checked at once. Otherwise they are checked at the
-            first use with a store, and until then garbage collection has nobody to give them back to.
+            The blocks' store: the ids are checked at once. Without it they are checked at the first use with
+            a store, and until then garbage collection has nobody to give them back to.
 
         Raises
         ------
@@ -259,8 +262,7 @@ cdef class PagedKvCache(BlockTable):
         TypeError, IndexError, RuntimeError
             Not integers; an id out of range; in use by a running call.
         """
-        if store is not None and not isinstance(store, PagedKvStore):
-            raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+        cdef PagedKvStore home = None if store is None else as_store(store)
         cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_POSITIONS)
         cdef Py_ssize_t n = as_size(seq_len, "seq_len", 0, MAX_POSITIONS)
         cdef int32_t[::1] table = as_ids(block_table, "block_table", INT32_MAX)
@@ -274,19 +276,19 @@ cdef class PagedKvCache(BlockTable):
         try:
             if self.n_blocks:
                 raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
-            if store is not None:
-                check_adopted(<PagedKvStore>store, table, table.shape[0], size)
+            if home is not None:
+                check_adopted(home, table, table.shape[0], size)
             with cython.critical_section(self):
                 self.table = table
                 self.n_blocks = table.shape[0]
             self.block_size = size
             self.length = n
             if self.n_blocks:
-                self.store = store
+                self.store = home
         finally:
             self.end_write()
-        if store is not None:
-            (<PagedKvStore>store).after_change()
+        if home is not None:
+            home.after_change()
 
     def clone(self):
         """A second sequence with the same positions, which shares every block and costs none.
@@ -309,7 +311,7 @@ cdef class PagedKvCache(BlockTable):
         self.share_into(other)
         return other
 
-    def clone_from(self, PagedKvCache source not None):
+    def clone_from(self, source):
         """Give back this cache's own blocks and become a clone of ``source``, as `clone` makes one.
 
         Parameters
@@ -322,8 +324,10 @@ cdef class PagedKvCache(BlockTable):
         TypeError, RuntimeError, OverflowError
             No PagedKvCache; and as for `clone`, of either of the two. Nothing was changed.
         """
+        if not isinstance(source, PagedKvCache):
+            raise TypeError(f"source: expected a PagedKvCache, got {describe(source)}")
         if source is not self:
-            source.share_into(self)
+            (<PagedKvCache>source).share_into(self)
 
     def __copy__(self):
         return self.clone()
@@ -336,10 +340,8 @@ cdef class PagedKvCache(BlockTable):
 
     # --- shrinking ---
 
-    def release(self, PagedKvStore store not None):
-        """Give every block back; the cache is empty again. A second time it does nothing.
-
-        A block goes back to the free ones when its last holder has released it.
+    def release(self, store):
+        """Give every block back, which is free when its last holder has; the cache is empty again, also a second time.
 
         Parameters
         ----------
@@ -350,15 +352,16 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             No store; another one; in use by a running call.
         """
-        self.begin_write(store)
+        cdef PagedKvStore home = as_store(store)
+        self.begin_write(home)
         try:
             self.give_back_from(self.n_dropped)
             self.n_blocks = self.n_dropped = self.length = 0
         finally:
             self.end_write()
-        store.after_change()
+        home.after_change()
 
-    def truncate(self, PagedKvStore store not None, new_len):
+    def truncate(self, store, new_len):
         """Cut the sequence to ``new_len`` positions, and give back the blocks past them, reserved ones too.
 
         Parameters
@@ -374,8 +377,9 @@ cdef class PagedKvCache(BlockTable):
         RuntimeError
             In use by a running call.
         """
+        cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
-        self.begin_write(store)
+        self.begin_write(home)
         try:
             if not self.n_dropped * self.block_size <= n <= self.length:
                 raise ValueError(f"new_len: expected {self.first_position} to {self.length}, got {n}")
@@ -386,7 +390,7 @@ cdef class PagedKvCache(BlockTable):
             self.length = n
         finally:
             self.end_write()
-        store.after_change()
+        home.after_change()
 
     def can_truncate_to(self, new_len):
         """Whether `truncate` would take this length: one that is written and still held.
@@ -408,7 +412,7 @@ cdef class PagedKvCache(BlockTable):
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
         return self.n_dropped * self.block_size <= n <= self.length
 
-    def drop_before(self, PagedKvStore store not None, position):
+    def drop_before(self, store, position):
         """Give back the blocks that lie wholly before ``position``: what a sliding window has left behind.
 
         ``first_position`` becomes the start of the block that holds ``position``. Positions before it
@@ -426,25 +430,26 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             No integer; ``position`` is above ``seq_len``; another store; in use by a running call.
         """
+        cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t p = as_size(position, "position", 0, MAX_POSITIONS)
         cdef Py_ssize_t i, n
-        self.begin_write(store)
+        self.begin_write(home)
         try:
             if p > self.length:
                 raise ValueError(f"position: expected 0 to {self.length}, got {p}")
             n = p // self.block_size if self.n_blocks else 0
             if n > self.n_dropped:
-                store.give_back(&self.table[self.n_dropped], n - self.n_dropped)
+                home.give_back(&self.table[self.n_dropped], n - self.n_dropped)
                 for i in range(self.n_dropped, n):
                     self.table[i] = -1
                 self.n_dropped = n
         finally:
             self.end_write()
-        store.after_change()
+        home.after_change()
 
     # --- reading ---
 
-    def to_contiguous(self, PagedKvStore store not None, *, layer=0, out=None):
+    def to_contiguous(self, store, *, layer=0, out=None):
         """Copy the K/V of one layer out of the store.
 
         Parameters
@@ -466,31 +471,30 @@ cdef class PagedKvCache(BlockTable):
         ValueError
             Another store, an ``out`` of other widths, or positions that `drop_before` gave up.
         IndexError, TypeError, RuntimeError
-            ``layer`` out of range; ``out`` is no KvCache; in use by a running call that writes.
+            ``layer`` out of range; ``out`` is no KvCache; in use by a running call that writes, or ``out`` by any.
         """
-        cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+        cdef PagedKvStore home = as_store(store)
+        cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
         cdef int n_threads = resolve_threads(0)
-        cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef KvCache target
+        cdef BlockRows k_rows = home.k, v_rows = home.v
         cdef float[:, ::1] k, v
         if out is None:
-            target = KvCache(store.n_kv_heads, store.head_dim, v_head_dim=store.v_head_dim)
+            out = KvCache(home.n_kv_heads, home.head_dim, v_head_dim=home.v_head_dim)
         elif not isinstance(out, KvCache):
             raise TypeError(f"out: expected a KvCache, got {describe(out)}")
-        else:
-            target = <KvCache>out
-            target.check_heads(store.n_kv_heads, store.head_dim, store.v_head_dim)
-        self.begin_read(store)
+        cdef KvCache target = <KvCache>out
+        target.check_heads(home.n_kv_heads, home.head_dim, home.v_head_dim)
+        self.begin_read(home)
         try:
             if self.n_dropped:
                 raise ValueError(f"to_contiguous: positions before {self.first_position} were dropped")
-            target.resize(self.length)
-            k = target.k_rows
-            v = target.v_rows
+            target.begin_overwriting(self.length)
+            k, v = target.k_rows, target.v_rows
             if self.length:
                 with nogil:
                     k_rows.gather(k, index, self.table, self.length, n_threads)
                     v_rows.gather(v, index, self.table, self.length, n_threads)
+            target.end_overwriting(self.length)
         finally:
             self.end_read()
         return target

@@ -21,9 +21,9 @@ from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows
 from pagedkv._table cimport blocks_for
-from pagedkv.attention cimport as_caches, as_query_lens, attend_rows, view_layer
+from pagedkv.attention cimport Asked, as_asked, as_caches, as_query_lens, attend, view_layer
 from pagedkv.sequence cimport PagedKvCache
-from pagedkv.store cimport PagedKvStore
+from pagedkv.store cimport PagedKvStore, as_store
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ from pagedkv.errors import PagedStoreExhausted
 cdef Py_ssize_t MAX_ROWS = 1 << 40
 
 cdef enum State:
-    READY, OPEN, COMMITTED, ROLLED_BACK
+    NEW, READY, OPEN, COMMITTED, ROLLED_BACK
 
 
 # What the step does to one cache's table.
@@ -122,7 +122,8 @@ cdef class Step:
     cdef int64_t[::1] slots         # where each new row goes: its row number in the store
     cdef unsigned char[::1] written  # layers
 
-    def __cinit__(self, PagedKvStore store not None, caches, query_lens=1, *, n_threads=None):
+    def __cinit__(self, store, caches, query_lens=1, *, n_threads=None):
+        self.store = as_store(store)
         self.caches = as_caches(caches)
         self.n_caches = len(self.caches)
         if len(set(map(id, self.caches))) != self.n_caches:
@@ -130,8 +131,8 @@ cdef class Step:
         self.query_lens = as_query_lens(query_lens, self.n_caches)
         self.n_rows = as_size(sum(self.query_lens), "query_lens", 0, MAX_ROWS)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
-        self.written = bytearray(store.n_layers)
-        self.store = store
+        self.written = bytearray(self.store.n_layers)
+        self.state = READY
 
     def __dealloc__(self):
         if self.state == OPEN:
@@ -232,9 +233,10 @@ cdef class Step:
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
         cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k_array = store.given_rows(k, "k", k_rows, 1, self.n_rows)
-        cdef cnp.ndarray v_array = store.given_rows(v, "v", v_rows, 1, self.n_rows)
-        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
+        if not store.holds(k, v, 1, self.n_rows):
+            k = store.given_k(k, 1, self.n_rows)
+            v = store.given_v(v, 1, self.n_rows, k)
+        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         self.begin_call()
         with nogil:
             k_rows.scatter(index, k_given, self.slots, self.n_rows, self.n_threads)
@@ -268,20 +270,20 @@ cdef class Step:
             The step is not open, the layer was not written yet, or another call on the step is running.
         """
         cdef Py_ssize_t index = as_index(layer, "layer", self.store.n_layers)
+        cdef Asked asked = as_asked(
+            q, self.store.head_dim, scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse)
         cdef KvView kv
         self.begin_call()
         try:
             if not self.written[index] and self.n_rows:
                 raise RuntimeError(f"step: layer {index} was not written yet")
             view_layer(&kv, self.store, index)
-            return attend_rows(
-                q, &kv, &self.plans, self.spans, self.n_caches, self.n_rows, scale, window, softcap, sinks,
-                alibi_slopes, causal, out, return_lse, self.n_threads)
+            return attend(asked, &kv, &self.plans, self.spans, self.n_caches, self.n_rows, self.n_threads)
         finally:
             self.busy = False
 
     def __repr__(self):
-        state = ("ready", "open", "committed", "rolled back")[self.state]
+        state = ("not made", "ready", "open", "committed", "rolled back")[self.state]
         return f"Step(sequences={self.n_caches}, n_rows={self.n_rows}, {state})"
 
     # --- the transaction ---

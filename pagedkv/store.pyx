@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, describe
+from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_size, describe
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
 from pagedkv._store cimport BlockStore, erase_freed
 from pagedkv.allocator cimport BlockAllocator
@@ -43,6 +43,7 @@ prefault=False, debug=False)\n--\n
     dtype : str or dtype-like, optional
         What a value is stored as: "float32"; "float16" or "bfloat16", half the bytes; or "int8", a
         quarter, with a float32 scale for each row and head. Rows go in and come out as float32 all the same.
+        float16 ends at 65504: a value that is rounded beyond it, such as 65520, becomes infinite.
     prefault : bool, optional
         Touch all memory now. Without it a block costs memory from its first write on.
     debug : bool, optional
@@ -68,7 +69,7 @@ prefault=False, debug=False)\n--\n
     Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``. Garbage collection frees it.
 
     Rounding: to nearest, ties to even. An int8 head is scaled by its greatest magnitude / 127; one
-    with a value that is not finite reads as NaN.
+    with a value that is not finite reads as NaN, and every other one as finite values.
 
     Threads: any number of threads may use a store at once. Counts change atomically; bytes are
     moved without the GIL.
@@ -92,30 +93,31 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
-        cdef bint touch = bool(prefault), checked = bool(debug)
+        cdef bint touch = as_flag(prefault, "prefault"), checked = as_flag(debug, "debug")
         cdef str name = dtype_name(dtype)
         cdef int kind = dtype_kind(name)
         k = BlockRows(kind, int(layers), int(total), size, heads, k_dim, touch)
         v = BlockRows(kind, int(layers), int(total), size, heads, v_dim, touch)
         blocks = BlockAllocator(total)
-        # Asked last: what came before may have run the caller's code.
-        if self.blocks.total:
-            raise RuntimeError("PagedKvStore: __init__ runs once")
-        self.block_size = size
-        self.n_kv_heads = heads
-        self.head_dim = k_dim
-        self.v_head_dim = v_dim
-        self.n_layers = layers
-        self.dtype = name
-        self.kind = kind
-        self.k = k
-        self.v = v
-        self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
-        self.debug = checked
-        if checked:
-            (<BlockAllocator>blocks).erase = erase_freed
-            (<BlockAllocator>blocks).owner = <void*>self
-        self.blocks = blocks
+        # Asked last, and all at once: what came before may have run the caller's code.
+        with cython.critical_section(self):
+            if self.blocks.total:
+                raise RuntimeError("PagedKvStore: __init__ runs once")
+            self.block_size = size
+            self.n_kv_heads = heads
+            self.head_dim = k_dim
+            self.v_head_dim = v_dim
+            self.n_layers = layers
+            self.dtype = name
+            self.kind = kind
+            self.k = k
+            self.v = v
+            self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
+            self.debug = checked
+            if checked:
+                (<BlockAllocator>blocks).erase = erase_freed
+                (<BlockAllocator>blocks).owner = <void*>self
+            self.blocks = blocks
 
     @classmethod
     def from_bytes(cls, budget_bytes, block_size, n_kv_heads, head_dim, *,
@@ -150,13 +152,14 @@ prefault=False, debug=False)\n--\n
         # Python's integers: a product of sizes that fit 64 bits need not.
         cdef list n = [int(as_size(size, name, 1, MAX_SIZE)) for name, size in sizes.items()]
         cdef object budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
-        cdef int kind = dtype_kind(dtype_name(dtype))
+        cdef str stored = dtype_name(dtype)
+        cdef int kind = dtype_kind(stored)
         k_bytes, v_bytes = (row_layout(kind, n[2], dim)[0] for dim in n[3:])
         cdef object block_bytes = n[0] * n[1] * (k_bytes + v_bytes)
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
-        return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
-                   n_layers=n_layers, v_head_dim=v_head_dim, dtype=dtype, prefault=prefault, debug=debug)
+        return cls(n[0], min(budget // block_bytes, INT32_MAX), n[2], n[3],
+                   n_layers=n[1], v_head_dim=n[4], dtype=stored, prefault=prefault, debug=debug)
 
     # --- sizes ---
 
@@ -220,37 +223,38 @@ prefault=False, debug=False)\n--\n
         ValueError
             Nobody holds the block.
         """
-        return self.view(self.k.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+        return self.view(self.k.blocks, id, layer, as_index(offset, "offset", self.block_size))
 
     def v_row(self, id, offset, layer=0):
         """The V row of one position, as a read-only view ``[v_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.v.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+        return self.view(self.v.blocks, id, layer, as_index(offset, "offset", self.block_size))
 
     def k_block(self, id, layer=0):
         """The K rows of a block, as a read-only view ``[block_size, k_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.k.blocks, id, layer)
+        return self.view(self.k.blocks, id, layer, ...)
 
     def v_block(self, id, layer=0):
         """The V rows of a block, as a read-only view ``[block_size, v_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.v.blocks, id, layer)
+        return self.view(self.v.blocks, id, layer, ...)
 
     def k_scales(self, id, layer=0):
         """The scales of a block's K rows in an int8 store: a read-only float32 view ``[block_size, n_kv_heads]``.
 
         Arguments and errors as for `k_row`, and a ValueError where the store is not int8.
         """
-        return self.view(self.k.scales, id, layer)
+        return self.view(self.k.scales, id, layer, ...)
 
     def v_scales(self, id, layer=0):
         """The scales of a block's V rows, float32 ``[block_size, n_kv_heads]``. Arguments and errors as for `k_scales`."""
-        return self.view(self.v.scales, id, layer)
+        return self.view(self.v.scales, id, layer, ...)
 
-    cdef object view(self, object blocks, object id, object layer):
-        cdef Py_ssize_t block = self.held_id(id, "id")
+    cdef object view(self, object blocks, object id, object layer, object offset):
+        cdef Py_ssize_t block = as_index(id, "id", self.blocks.total)
         cdef Py_ssize_t index = as_index(layer, "layer", self.n_layers)
+        self.check_held(block, "id")
         if blocks is None:
             raise ValueError(f"dtype: only an int8 store has scales, this one is {self.dtype}")
-        return blocks[index, block]
+        return blocks[index, block, offset]
 
     # --- holding ---
 
@@ -365,8 +369,10 @@ prefault=False, debug=False)\n--\n
         TypeError, IndexError, ValueError
             No integer; an id out of range; a free block, or a ``dst`` with more holders.
         """
-        cdef Py_ssize_t source = self.held_id(src, "src")
-        cdef Py_ssize_t target = self.held_id(dst, "dst")
+        cdef Py_ssize_t source = as_index(src, "src", self.blocks.total)
+        cdef Py_ssize_t target = as_index(dst, "dst", self.blocks.total)
+        self.check_held(source, "src")
+        self.check_held(target, "dst")
         if source == target:
             return
         if self.blocks.counts[target] > 1:
@@ -434,14 +440,15 @@ prefault=False, debug=False)\n--\n
     cdef list tables_of(self, object caches):
         """Name and block table, a list of ids and -1, of each of `caches`; empty where it holds nothing of this store."""
         cdef list tables = []
-        if not hasattr(caches, "__iter__"):
-            raise TypeError(f"caches: expected PagedKvCache objects, got {describe(caches)}")
-        for name, cache in caches.items() if hasattr(caches, "items") else enumerate(caches):
-            if not isinstance(getattr(cache, "block_table", None), np.ndarray):
+        named = caches.items() if hasattr(caches, "items") else enumerate(as_items(caches, "caches", "PagedKvCache objects"))
+        for name, cache in named:
+            table = getattr(cache, "block_table", None)
+            if not isinstance(table, np.ndarray):
                 raise TypeError(f"caches: expected PagedKvCache objects, got {describe(cache)}")
-            if cache.store is not None and cache.store is not self:
+            holder = cache.store
+            if holder is not None and holder is not self:
                 raise ValueError("caches: expected sequences of this store, got one of another")
-            ids = cache.block_table.tolist() if cache.store is self else []
+            ids = table.tolist() if holder is self else []
             tables.append((str(name), [id if id == -1 else as_index(id, "block_table", self.blocks.total) for id in ids]))
         return tables
 
@@ -449,3 +456,9 @@ prefault=False, debug=False)\n--\n
         if self.debug:
             self.check()
         return 0
+
+
+cdef object not_a_store(object store):
+    if isinstance(store, PagedKvStore):
+        return RuntimeError("store: its __init__ has not run")
+    return TypeError(f"store: expected a PagedKvStore, got {describe(store)}")

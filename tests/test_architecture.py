@@ -21,7 +21,7 @@ FLOORS = [
     ["_kernels"],  # C-level only
     ["errors", "stats", "viz"],  # plain values, and pictures of them
     ["_radix"],  # what is known of token ids: C level too
-    ["_arrays"],  # what the caller gave, checked
+    ["_arrays", "_guard"],  # what the caller gave, checked; who may use it now
     ["allocator", "_rows", "_keys", "threads"],
     ["_store"],
     ["store", "cpu"],

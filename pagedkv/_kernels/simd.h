@@ -34,6 +34,7 @@
 #ifndef PAGEDKV_SIMD_H
 #define PAGEDKV_SIMD_H
 
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
