@@ -51,12 +51,15 @@ def _from_items(items: tuple[Any, ...], name: str) -> npt.NDArray[np.int64]:
         for item in items:
             if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
                 raise ValueError(f"{name}: expected integers, got one of type {type(item).__name__}")
+        whole: list[int] = []
         try:
-            items = tuple(map(operator.index, items))
+            for item in items:  # not by map: it takes a StopIteration of __index__ for the end
+                whole.append(operator.index(item))
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the caller's own code raised it
                 raise
             raise ValueError(f"{name}: expected integers, got an array among them: {error}") from None
+        items = tuple(whole)
     try:
         ids = np.array(items, dtype="<i8")
     except OverflowError:
@@ -70,7 +73,7 @@ def as_stop_tokens(stop_tokens: Iterable[SupportsIndex]) -> frozenset[int]:
     """Any integers: one that is no token's id ends nothing."""
     if isinstance(stop_tokens, (str, bytes, bytearray)) or not isinstance(stop_tokens, Iterable):
         raise TypeError(f"stop_tokens: expected several token ids, got {type(stop_tokens).__name__}")
-    return frozenset(as_size(token, "stop_tokens", -sys.maxsize, sys.maxsize) for token in stop_tokens)
+    return frozenset([as_size(token, "stop_tokens", -sys.maxsize, sys.maxsize) for token in stop_tokens])
 
 
 def as_namespace(namespace: bytes | None) -> bytes | None:
