@@ -35,9 +35,7 @@ MODULES = {
     "pagedkv._arrays": [],
     "pagedkv._rows": [],
     "pagedkv.allocator": [],
-    "pagedkv._store": [],
     "pagedkv.store": [],
-    "pagedkv._table": [],
     "pagedkv.contiguous": [],
     "pagedkv.sequence": [],
     "pagedkv.attention": [],
@@ -73,7 +71,7 @@ def compiler_options(name):
     than LEVEL, and takes the compiler three times as long."""
     if sys.platform == "win32":
         return ["/std:c11", "/experimental:c11atomics", "/O2"], []
-    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if "._kernels." in name else GLUE
+    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if "._kernels." in name or "._radix." in name else GLUE
     compile_args = ["-std=c11", level, "-fvisibility=hidden"]
     link_args = []
     if DEBUG or SANITIZE:

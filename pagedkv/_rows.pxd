@@ -35,12 +35,12 @@ cdef class BlockRows:
     # `src`: one row a layer.
     cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil
     # `src`: n rows a layer.
-    cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
+    cdef void append(self, GivenRows src, const int32_t* table, Py_ssize_t start, Py_ssize_t n,
                      int n_threads) noexcept nogil
     # `src`: n rows, of one layer.
     cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
                       int n_threads) noexcept nogil
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
                      int n_threads) noexcept nogil
     # The first n rows of a block, in all layers, to another block.
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil

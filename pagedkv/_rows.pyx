@@ -110,7 +110,7 @@ cdef class BlockRows:
         else:
             put_step(self.packed, row, src, self.conversion(src))
 
-    cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
+    cdef void append(self, GivenRows src, const int32_t* table, Py_ssize_t start, Py_ssize_t n,
                      int n_threads) noexcept nogil:
         cdef const RowFormat* format = self.conversion(src)
         cdef Py_ssize_t layer
@@ -128,7 +128,7 @@ cdef class BlockRows:
         else:
             scatter_rows(self.packed[layer], src, self.conversion(src), slots, n, n_threads)
 
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
                      int n_threads) noexcept nogil:
         if self.kind == SIMD_F32:
             gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, n, n_threads)

@@ -135,7 +135,7 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
             if spans[i].query_len > cache.length:
                 raise ValueError(f"query_lens[{i}]: expected at most the sequence's {cache.length} positions, "
                                  f"got {spans[i].query_len}")
-            spans[i].table = &cache.table[0] if cache.n_blocks else NULL
+            spans[i].table = cache.table
             spans[i].seq_len = cache.length
             spans[i].first_position = cache.n_dropped * home.block_size
             spans[i].first_row = row

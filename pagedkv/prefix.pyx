@@ -7,11 +7,13 @@ Whatever may run the caller's code, or fail, comes first: the clock, the arrays,
 cimport cython
 from libc.math cimport isnan
 from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
 from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree
 from pagedkv._radix.order cimport radix_kind
-from pagedkv.sequence cimport PagedKvCache
+from pagedkv.sequence cimport PagedKvCache, new_table
 from pagedkv.store cimport PagedKvStore
 
 import sys
@@ -281,24 +283,27 @@ cdef class PrefixCache:
         """`attach` to what is known of the first `n_most` tokens; what was asked for are all of them."""
         self.check_made()
         cdef PagedKvStore store = self._store
-        cdef int32_t[::1] table = empty_ids(max(n_most, 0) // store.block_size + 1)
         cdef Key key = key_of(name, ids, n_most)
         cdef Py_ssize_t n, n_blocks
         cdef int32_t tail, source
+        cdef int32_t* table = NULL
         self._end_terms()
         cache.lock_write()
         try:
             if cache.n_blocks:
                 raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
-            n = store.blocks.share(key, ids.shape[0], &table[0], &tail)
+            table = new_table(store.blocks.match(key, NULL) // store.block_size + 1)
+            n = store.blocks.share(key, ids.shape[0], table, &tail)
             n_blocks = (n + store.block_size - 1) // store.block_size
             if tail >= 0:
                 source = table[n_blocks - 1]
                 table[n_blocks - 1] = tail
                 store.copy_prefix_rows(tail, source, n % store.block_size)
                 store.drop(&source, 1)
-            cache.start_at(store, table, n_blocks, n)
+            cache.become(store, table, n_blocks, 0, n, store.block_size)
+            table = NULL
         finally:
+            free(table)
             cache.end_write()
         store.after_change()
         return n
@@ -380,7 +385,7 @@ cdef class PrefixCache:
             raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
         with cython.critical_section(cache):
             n = min(n, cache.n_blocks)
-            table[:n] = cache.table[:n]
+            memcpy(&table[0], cache.table, n * sizeof(int32_t))
         n = store.blocks.insert(key_of(name, ids, n * size - before), &table[0], priority, expires, mark)
         store.after_change()
         return n

@@ -1,26 +1,32 @@
-"""PagedKvStore: blocks of K and V for all layers, and who holds them. Its bytes and books are `BlockStore`'s."""
+"""PagedKvStore: blocks of K and V for all layers, and who holds them.
+
+What is counted about blocks is a `BlockAllocator`'s, their bytes are two `BlockRows`; a store brings them together. At C
+level it trusts its arguments, but for what a caller gave as rows, and for ids that have no holder left.
+"""
 
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_size, describe
+from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
-from pagedkv._store cimport BlockStore, erase_freed
 from pagedkv.allocator cimport BlockAllocator
 
+import os
 import sys
+import weakref
 
 import numpy as np
 
-from pagedkv.errors import PagedKvError
+from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.stats import StoreStats
 from pagedkv.viz import BlockMap
 
 cdef Py_ssize_t MAX_SIZE = sys.maxsize
 
 
-@cython.no_gc_clear
-cdef class PagedKvStore(BlockStore):
+@cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
+cdef class PagedKvStore:
     """PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, *, n_layers=1, v_head_dim=None, dtype='float32', \
 prefault=False, debug=False)\n--\n
     Fixed-size blocks of keys and values that many sequences share.
@@ -84,6 +90,14 @@ prefault=False, debug=False)\n--\n
     >>> store.free_block_count, store.k_width, store.nbytes
     (8, 8, 8192)
     """
+
+    def __cinit__(self):
+        # Until __init__ has run, a store of no blocks, on which every request is refused.
+        self.blocks = BlockAllocator(0)
+        self.k = BlockRows()
+        self.v = BlockRows()
+        self.block_size = 1
+        self.dtype = "float32"
 
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
@@ -285,7 +299,10 @@ prefault=False, debug=False)\n--\n
         cdef list ids = [0] * count
         if count == 0:
             return ids
-        self.take(&out[0], count, 0)
+        if count > self.blocks.n_free():
+            self.end_terms()
+        if not self.take(&out[0], count):
+            raise self.exhausted(count, 0)
         try:
             for i in range(count):
                 ids[i] = out[i]
@@ -452,6 +469,108 @@ prefault=False, debug=False)\n--\n
             tables.append((str(name), [id if id == -1 else as_index(id, "block_table", self.blocks.total) for id in ids]))
         return tables
 
+    cdef int check_held(self, Py_ssize_t block, str name) except -1:
+        if self.blocks.counts[block] == 0:
+            raise ValueError(f"{name}: expected a block that someone holds, got {block}, which is free")
+        return 0
+
+    # --- at C level: holders ---
+
+    cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept:
+        cdef bint enough = self.blocks.take(ids, n)
+        if enough and self.debug:
+            self.erase(ids, n)
+        return enough
+
+    cdef int end_terms_if_short(self, Py_ssize_t n_new) except -1:
+        # Twice: blocks for the positions, and copies of those that are there and shared.
+        if 2 * (n_new // self.block_size + 2) > self.blocks.n_free():
+            self.end_terms()
+        return 0
+
+    cdef int end_terms(self) except -1:
+        if self.blocks.tree is not NULL and self.blocks.tree.terms.n:
+            prefixes = self.prefixes()
+            if prefixes is not None:
+                prefixes._end_terms()
+        return 0
+
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
+        if needed > self.blocks.total:
+            self.end_terms()  # was not asked for before: the error says what would be evictable now
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable())
+
+    cdef int know_prefixes(self, object prefixes) except -1:
+        reference = weakref.ref(prefixes)
+        self.blocks.know(self.block_size, int.from_bytes(os.urandom(8), "little"))
+        self.prefixes = reference
+        return 0
+
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
+        cdef Py_ssize_t bad = self.drop(ids, n)
+        if bad >= 0:
+            raise PagedKvError(f"block {ids[bad]} is in a table and has no holder left: "
+                               "someone gave back a reference that was not theirs")
+        return 0
+
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        return self.blocks.give_back(ids, n)
+
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
+            self.drop(&ids[i], 1)
+
+    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """Fill blocks that are not written yet, or not held any more, with NaN."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            self.k.erase_block(ids[i])
+            self.v.erase_block(ids[i])
+
+    # --- at C level: bytes ---
+
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
+        cdef BlockRows k_rows = self.k, v_rows = self.v
+        return (holds_rows(k, self.kind, n_layers, n, k_rows.n_heads, k_rows.head_dim)
+                and holds_rows(v, self.kind, n_layers, n, v_rows.n_heads, v_rows.head_dim)
+                and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
+                         or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
+
+    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n):
+        cdef str name = "k_step" if n < 0 else "k"
+        return self.apart(as_rows(array, name, self.kind, n_layers, n, self.k.n_heads, self.k.head_dim))
+
+    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k):
+        cdef str name = "v_step" if n < 0 else "v"
+        cdef cnp.ndarray v = as_rows(array, name, self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        self.check_given(k, v, n_layers, n)
+        return self.apart(v)
+
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1:
+        check_rows(k, "k_step" if n < 0 else "k", self.kind, n_layers, n, self.k.n_heads, self.k.head_dim)
+        check_rows(v, "v_step" if n < 0 else "v", self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        return 0
+
+    cdef cnp.ndarray apart(self, cnp.ndarray rows):
+        """The rows, or a copy where they are a view of this store."""
+        return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
+
+    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        if self.debug:
+            self.erase(&dst, 1)
+        self.copy_shared_rows(dst, src, n)
+
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        cdef BlockRows k = self.k, v = self.v
+        if n * self.step_bytes < NOGIL_FROM:
+            k.copy_block(dst, src, n)
+            v.copy_block(dst, src, n)
+        else:
+            with nogil:
+                k.copy_block(dst, src, n)
+                v.copy_block(dst, src, n)
+
     cdef int after_change(self) except -1:
         if self.debug:
             self.check()
@@ -462,3 +581,8 @@ cdef object not_a_store(object store):
     if isinstance(store, PagedKvStore):
         return RuntimeError("store: its __init__ has not run")
     return TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+
+
+cdef void erase_freed(void* owner, int32_t id) noexcept:
+    """For the allocator of a store with debug=True."""
+    (<PagedKvStore>owner).erase(&id, 1)

@@ -23,9 +23,8 @@ FLOORS = [
     ["_radix"],  # what is known of token ids: C level too
     ["_arrays", "_guard"],  # what the caller gave, checked; who may use it now
     ["allocator", "_rows", "_keys", "threads"],
-    ["_store"],
     ["store", "cpu"],
-    ["contiguous", "_table"],
+    ["contiguous"],
     ["sequence"],
     ["attention"],
     ["step", "prefix", "beams"],

@@ -139,31 +139,6 @@ def reorder(store, caches, parents):
         fork.forget()
 
 
-class Step(reference.Step):
-    """A twin that keeps the blocks taken for copies that are not needed, since eviction took the other holder away."""
-
-    spare = ()
-
-    def enter(self):
-        for cache in self.caches:
-            cache.use(self.store)
-        needed = sum(cache.blocks_needed_for(self.store, n) for cache, n in self.batch())
-        super().enter()
-        self.spare = self.store.acquire(needed - self.new_blocks)
-
-    @property
-    def new_blocks(self):
-        return super().new_blocks + len(self.spare)
-
-    def commit(self):
-        super().commit()
-        self.store.release(self.spare)
-
-    def rollback(self):
-        super().rollback()
-        self.store.release(self.spare)
-
-
 def go_wrong(step, layer, how):
     """What a model may do to a step that is open; always as `Failed`."""
     n = step.n_rows
@@ -333,9 +308,6 @@ class Server(Machine):
 
     # --- steps ---
 
-    def new_twin_step(self, *arguments):
-        return Step(*arguments)
-
     @rule(
         lens=st.lists(few, min_size=1, max_size=4),
         order=st.permutations(range(MAX_CACHES)),
@@ -358,7 +330,7 @@ class Server(Machine):
                     step.attend(i, np.ones((n, 2, 1), np.float32), window=1)
 
         def twin():
-            step = Step(self.pair.twin, [cache.twin for cache in chosen], lens)
+            step = reference.Step(self.pair.twin, [cache.twin for cache in chosen], lens)
             step.enter()
             step.rollback()
             raise Failed
