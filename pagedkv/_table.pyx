@@ -13,7 +13,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 from pagedkv._arrays cimport empty_ids
-from pagedkv._guard cimport begin_read, begin_write, end_read, end_write
+from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv.store cimport PagedKvStore
 
 import numpy as np
@@ -30,10 +30,10 @@ cdef class BlockTable:
     # --- the guard ---
 
     cdef int lock_write(self) except -1:
-        return begin_write(self, &self.users)
+        return enter_writer(self, &self.users)
 
     cdef int begin_write(self, PagedKvStore store) except -1:
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         if self.store is not store and self.n_blocks:
             try:
                 self.bind(store)
@@ -45,10 +45,10 @@ cdef class BlockTable:
     cdef void end_write(self) noexcept:
         if self.n_blocks == 0 and self.store is not None:
             self.store = None
-        end_write(self, &self.users)
+        leave_writer(self, &self.users)
 
     cdef int begin_read(self, PagedKvStore store) except -1:
-        begin_read(self, &self.users)
+        enter_reader(self, &self.users)
         if self.store is not store and self.n_blocks:
             try:
                 self.bind(store)
@@ -58,7 +58,7 @@ cdef class BlockTable:
         return 0
 
     cdef void end_read(self) noexcept:
-        end_read(self, &self.users)
+        leave_reader(self, &self.users)
 
     cdef int bind(self, PagedKvStore store) except -1:
         """Tie adopted blocks to the first store they are used with."""

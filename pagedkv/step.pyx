@@ -11,7 +11,6 @@ writes through, and in the cache's own table only when it commits.
 """
 
 cimport cython
-cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
