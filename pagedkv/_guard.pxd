@@ -6,7 +6,7 @@
 cimport cython
 
 
-cdef inline int begin_write(object guarded, Py_ssize_t* users) except -1:
+cdef inline int enter_writer(object guarded, Py_ssize_t* users) except -1:
     """RuntimeError, at once, while anybody else is in."""
     cdef bint idle
     with cython.critical_section(guarded):
@@ -18,12 +18,12 @@ cdef inline int begin_write(object guarded, Py_ssize_t* users) except -1:
     return 0
 
 
-cdef inline void end_write(object guarded, Py_ssize_t* users) noexcept:
+cdef inline void leave_writer(object guarded, Py_ssize_t* users) noexcept:
     with cython.critical_section(guarded):
         users[0] = 0
 
 
-cdef inline int begin_read(object guarded, Py_ssize_t* users) except -1:
+cdef inline int enter_reader(object guarded, Py_ssize_t* users) except -1:
     """RuntimeError, at once, while somebody writes."""
     cdef bint free
     with cython.critical_section(guarded):
@@ -35,6 +35,6 @@ cdef inline int begin_read(object guarded, Py_ssize_t* users) except -1:
     return 0
 
 
-cdef inline void end_read(object guarded, Py_ssize_t* users) noexcept:
+cdef inline void leave_reader(object guarded, Py_ssize_t* users) noexcept:
     with cython.critical_section(guarded):
         users[0] -= 1

@@ -56,7 +56,7 @@ def _from_items(items: tuple[Any, ...], name: str) -> npt.NDArray[np.int64]:
             for item in items:  # not by map: it takes a StopIteration of __index__ for the end
                 whole.append(operator.index(item))
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the caller's own code raised it
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the caller's own code did
                 raise
             raise ValueError(f"{name}: expected integers, got an array among them: {error}") from None
         items = tuple(whole)

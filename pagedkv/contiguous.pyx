@@ -5,7 +5,7 @@ cimport numpy as cnp
 from libc.string cimport memcpy, memmove
 
 from pagedkv._arrays cimport as_native, as_rows, as_size, check_rows, describe, empty_rows
-from pagedkv._guard cimport begin_write, end_write
+from pagedkv._guard cimport enter_writer, leave_writer
 from pagedkv._kernels.simd cimport SIMD_F32
 
 from pagedkv.errors import KvPoolExhausted
@@ -156,7 +156,7 @@ cdef class KvCache:
             if dim > MAX_SIZE // heads:
                 raise ValueError(f"{name}: expected at most {MAX_SIZE // heads} with {heads} heads, so that a row can be "
                                  f"addressed, got {dim}")
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         try:
             if self.n_kv_heads:  # asked last: what came before may have run the caller's code
                 raise RuntimeError("KvCache: __init__ runs once")
@@ -165,7 +165,7 @@ cdef class KvCache:
             self.head_dim = k_dim
             self.v_head_dim = v_dim
         finally:
-            end_write(self, &self.users)
+            leave_writer(self, &self.users)
 
     def __dealloc__(self):
         if self.pool is not None:
@@ -194,12 +194,12 @@ cdef class KvCache:
         cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_SIZE)
         cdef KvCache cache = cls(n_kv_heads, head_dim, v_head_dim=v_head_dim)
         cache.check_made()
-        begin_write(cache, &cache.users)
+        enter_writer(cache, &cache.users)
         try:
             cache.make_room(n, None, None, 0)
             cache.planned = n
         finally:
-            end_write(cache, &cache.users)
+            leave_writer(cache, &cache.users)
         return cache
 
     @classmethod
@@ -236,7 +236,7 @@ cdef class KvCache:
         cdef Py_ssize_t size = (<KvBlockPool>pool).block_size
         cdef Py_ssize_t n_blocks = max(1, (n + size - 1) // size)
         cache.check_made()
-        begin_write(cache, &cache.users)
+        enter_writer(cache, &cache.users)
         try:
             if cache.pool is not None or cache.usable:
                 raise RuntimeError("KvCache: with_pool makes a new cache, and got one that is in use")
@@ -244,7 +244,7 @@ cdef class KvCache:
             cache.make_room(n_blocks * size, None, None, 0)
             cache.planned = n
         finally:
-            end_write(cache, &cache.users)
+            leave_writer(cache, &cache.users)
         return cache
 
     # --- what it is ---
@@ -346,18 +346,18 @@ cdef class KvCache:
             In use by another call.
         """
         cdef Py_ssize_t size = as_size(n, "n", 0, MAX_SIZE)
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         cdef Py_ssize_t most = self.seq_len
         self.seq_len = min(size, most)
-        end_write(self, &self.users)
+        leave_writer(self, &self.users)
         if size > most:
             raise ValueError(f"n: expected an integer from 0 to {most}, got {size}")
 
     def clear(self):
         """Cut the sequence to nothing; memory and budget stay. RuntimeError while another call changes it."""
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         self.seq_len = 0
-        end_write(self, &self.users)
+        leave_writer(self, &self.users)
 
     def release_to_pool(self):
         """Give the whole budget back, and the memory with it. A second time it does nothing.
@@ -369,7 +369,7 @@ cdef class KvCache:
         RuntimeError
             In use by another call. Nothing was changed.
         """
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         try:
             self.set_empty(self.k_rows.shape[1], self.v_rows.shape[1])
             if self.pool is not None:
@@ -377,7 +377,7 @@ cdef class KvCache:
             self.seq_len = self.usable = self.pool_blocks = 0
             self.planned = -1
         finally:
-            end_write(self, &self.users)
+            leave_writer(self, &self.users)
 
     # --- at C level ---
 
@@ -399,7 +399,7 @@ cdef class KvCache:
         cdef char* v_dst
         cdef const char* k_src
         cdef const char* v_src
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         try:
             if count > self.usable - self.seq_len:
                 self.make_room(self.seq_len + count, k, v, n)
@@ -416,7 +416,7 @@ cdef class KvCache:
                     memmove(v_dst, v_src, count * v_row)
             self.set_len(self.seq_len + count)
         finally:
-            end_write(self, &self.users)
+            leave_writer(self, &self.users)
         return 0
 
     cdef int make_room(self, Py_ssize_t n, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_new) except -1:
@@ -468,17 +468,17 @@ cdef class KvCache:
             self.planned = -1
 
     cdef int begin_overwriting(self, Py_ssize_t n) except -1:
-        begin_write(self, &self.users)
+        enter_writer(self, &self.users)
         try:
             self.make_room(n, None, None, 0)
         except BaseException:
-            end_write(self, &self.users)
+            leave_writer(self, &self.users)
             raise
         return 0
 
     cdef void end_overwriting(self, Py_ssize_t n) noexcept:
         self.set_len(n)
-        end_write(self, &self.users)
+        leave_writer(self, &self.users)
 
     cdef int check_heads(self, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim) except -1:
         self.check_made()

@@ -20,7 +20,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids
-from pagedkv._guard cimport begin_read, begin_write, end_read, end_write
+from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows

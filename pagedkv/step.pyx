@@ -6,7 +6,6 @@ back.
 """
 
 cimport cython
-cimport numpy as cnp
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 

@@ -159,8 +159,8 @@ def test_what_numpy_raises_is_said_in_the_librarys_words(world):
     for bad in ([1.0], [[1.0], [2.0, 3.0]], {"k": 1}, {1.0}, object(), 1.0, "rows", np.float32, interface, iter([1.0])):
         for name, call in array_arguments(world).items():
             if name != "tokens":
-                argument = name.split()[-1]
-                with unchanged(world.store, world.cache), pytest.raises((TypeError, ValueError), match=rf"^{argument}\w*: exp"):
+                named = rf"^{name.split()[-1]}\w*: expected"
+                with unchanged(world.store, world.cache), pytest.raises((TypeError, ValueError), match=named):
                     call(bad)
     for bad in (np.zeros(3, int), np.array(0.5), Text()):
         with refused(TypeError, "n: expected an integer", world.store):
