@@ -292,7 +292,7 @@ cdef class PrefixCache:
         try:
             if cache.n_blocks:
                 raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
-            table = new_table(store.blocks.match(key, NULL) // store.block_size + 1)
+            table = new_table(key.n // store.block_size + 1)
             n = store.blocks.share(key, ids.shape[0], table, &tail)
             n_blocks = (n + store.block_size - 1) // store.block_size
             if tail >= 0:

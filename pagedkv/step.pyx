@@ -281,7 +281,6 @@ cdef class Step:
         self.spans = <QuerySpan*>calloc(max(self.n_caches, 1), sizeof(QuerySpan))
         if self.growths is NULL or self.spans is NULL:
             raise MemoryError("step: cannot allocate the plan of the batch")
-        self.slots = empty_slots(self.n_rows)
         store.end_terms_if_short(self.n_rows + 2 * self.n_caches * store.block_size)
         try:
             for i in range(self.n_caches):
@@ -298,12 +297,17 @@ cdef class Step:
         self.state = OPEN
         return 0
 
-    cdef void lay_out(self) noexcept:
-        """Number the new rows."""
+    cdef int lay_out(self) except -1:
+        """Number the new rows; where there is no memory for that, nothing was staged."""
         cdef Py_ssize_t size = self.store.block_size
         cdef PagedKvCache cache
         cdef QuerySpan* span
         cdef Py_ssize_t i, p, row = 0
+        try:
+            self.slots = empty_slots(self.n_rows)
+        except BaseException:
+            self.rollback_all()
+            raise
         for i in range(self.n_caches):
             cache = <PagedKvCache>self.caches[i]
             span = &self.spans[i]
@@ -316,6 +320,7 @@ cdef class Step:
                 self.slots[row] = <int64_t>span.table[p // size] * size + p % size
                 row += 1
         self.laid_out = True
+        return 0
 
     cdef void apply(self) noexcept:
         cdef PagedKvCache cache
@@ -327,13 +332,16 @@ cdef class Step:
         self.state = COMMITTED
 
     cdef void undo(self) noexcept:
-        cdef PagedKvCache cache
         cdef Py_ssize_t i
         self.state = ROLLED_BACK
+        self.rollback_all()
+        for i in range(self.n_caches):
+            (<PagedKvCache>self.caches[i]).end_write()
+
+    cdef void rollback_all(self) noexcept:
+        cdef Py_ssize_t i
         for i in range(self.n_caches - 1, -1, -1):  # so that blocks are handed out again in their order
-            cache = <PagedKvCache>self.caches[i]
-            cache.rollback(self.store, &self.growths[i])
-            cache.end_write()
+            (<PagedKvCache>self.caches[i]).rollback(self.store, &self.growths[i])
 
     cdef int begin_call(self) except -1:
         """One call at a time, and only while the step is open."""
