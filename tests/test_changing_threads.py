@@ -138,7 +138,8 @@ KV_CACHE = """
         k, v = cache.k, cache.v
         n = min(len(k), len(v))
         if n:
-            assert (pagedkv.attention(q, k[:n], v[:n]) == 1).all()
+            # Rows that were not written hold zeros, mostly.
+            assert np.allclose(pagedkv.attention(q, k[:n], v[:n]), 1, atol=1e-5)
 
     moves = [
         lambda: cache.extend(many, many), lambda: cache.push(many[0], many[0]), lambda: cache.release_to_pool(),
