@@ -89,7 +89,7 @@ def test_attach_32768_tokens(against):
 
 
 def named(n_prompts, n_tokens, **options):
-    """A prefix cache of so many prompts that no sequence holds, and they; no row is written. Options by prompt's number."""
+    """A prefix cache of so many prompts that no sequence holds, and they; no row is written. Options by number."""
     store = pagedkv.PagedKvStore(BLOCK_SIZE, n_prompts * n_tokens // BLOCK_SIZE + 4 * N_BLOCKS, 1, 1)
     prefixes = pagedkv.PrefixCache(store)
     prompts = np.random.default_rng(0).integers(0, 150_000, (n_prompts, n_tokens))
@@ -139,7 +139,7 @@ def test_remember_a_block_of_32768_tokens(against):
 
 
 def test_evict_100000_of_1000000_blocks(against):
-    prefixes, prompts = named(500, N_TOKENS)
+    prefixes, _ = named(500, N_TOKENS)
     order = OrderedDict.fromkeys(range(1_000_000))
 
     def evict():

@@ -59,7 +59,7 @@ def reorder(store, caches, parents):
         for i in range(n):
             (<PagedKvCache>batch[i]).begin_write(home)
             n_locked += 1
-        fork_all(tuple([cache for cache, source in moves]), tuple([source for cache, source in moves]))
+        fork_all(tuple([move[0] for move in moves]), tuple([move[1] for move in moves]))
     finally:
         for i in range(n_locked):
             (<PagedKvCache>batch[i]).end_write()
