@@ -49,6 +49,7 @@ MODULES = {
 SHARED = "pagedkv._kernels._cyshared"
 
 GLUE = os.environ.get("GLUE", "-O1")
+HOT = ("._kernels.", "._radix.", ".allocator")
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
 
@@ -71,7 +72,7 @@ def compiler_options(name):
     than LEVEL, and takes the compiler three times as long."""
     if sys.platform == "win32":
         return ["/std:c11", "/experimental:c11atomics", "/O2"], []
-    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if "._kernels." in name or "._radix." in name else GLUE
+    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if any(part in name for part in HOT) else GLUE
     compile_args = ["-std=c11", level, "-fvisibility=hidden"]
     link_args = []
     if DEBUG or SANITIZE:

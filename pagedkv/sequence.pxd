@@ -1,3 +1,4 @@
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t
 
 from pagedkv.store cimport PagedKvStore
@@ -60,10 +61,10 @@ cdef class PagedKvCache:
     cdef int end_growth(self, PagedKvStore store) except -1
 
 
-# Growths of a batch, each of which says how many new positions: all of them or, raising PagedStoreExhausted or
+# Growths of a batch, n pointers to PagedKvCache, each of which says how many new positions: all of them or, raising PagedStoreExhausted or
 # MemoryError, none. Every cache is locked by the caller, each is there once. Returns the number of blocks taken. Runs no
 # code but this.
-cdef Py_ssize_t stage(PagedKvStore store, tuple caches, Growth* growths) except -1
+cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1
 
 # Each cache becomes a fork of what another one of the batch, its source, is now: all or none. All are locked, the sources
 # that are not in the batch for reading. PagedKvError, OverflowError, MemoryError.

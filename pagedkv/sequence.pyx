@@ -15,6 +15,7 @@ commits.
 
 cimport cython
 cimport numpy as cnp
+from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
@@ -137,12 +138,13 @@ cdef class PagedKvCache:
         cdef BlockRows k_rows = home.k, v_rows = home.v
         cdef GivenRows k_given = k_rows.given(<cnp.ndarray>k_step), v_given = v_rows.given(<cnp.ndarray>v_step)
         cdef Growth growth
+        cdef PyObject* one = <PyObject*>self
         cdef Py_ssize_t row
         growth.n_new = 1
         self.begin_write(home)
         try:
             if self.measure(home, &growth):
-                stage(home, (self,), &growth)
+                stage(home, &one, 1, &growth)
             row = growth.table[self.length // home.block_size] * home.block_size + self.length % home.block_size
             if home.step_bytes < NOGIL_FROM:
                 k_rows.put(row, k_given)
@@ -186,10 +188,11 @@ cdef class PagedKvCache:
         cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         cdef int n_threads = resolve_threads(0)
         cdef Growth growth
+        cdef PyObject* one = <PyObject*>self
         growth.n_new = n
         self.begin_write(home)
         try:
-            stage(home, (self,), &growth)
+            stage(home, &one, 1, &growth)
             if n:
                 with nogil:
                     k_rows.append(k_given, growth.table, self.length, n, n_threads)
@@ -251,11 +254,12 @@ cdef class PagedKvCache:
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
         cdef PagedKvStore home = as_store(store)
         cdef Growth growth
+        cdef PyObject* one = <PyObject*>self
         growth.n_new = n
         home.end_terms_if_short(n)
         self.begin_write(home)
         try:
-            stage(home, (self,), &growth)
+            stage(home, &one, 1, &growth)
             self.commit(home, &growth, 0)
         finally:
             self.end_write()
@@ -700,9 +704,10 @@ cdef int32_t* new_table(Py_ssize_t n) except NULL:
     return table
 
 
-cdef Py_ssize_t stage(PagedKvStore store, tuple caches, Growth* growths) except -1:
-    cdef Py_ssize_t i, n = len(caches), n_roomy = 0, n_taken = 0, first = 0
-    cdef int32_t* taken
+cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1:
+    cdef Py_ssize_t i, n_roomy = 0, n_taken = 0, n_placed, first = 0
+    cdef int32_t few[32]
+    cdef int32_t* taken = few
     cdef PagedKvCache cache
     cdef bint enough = False
     for i in range(n):
@@ -710,40 +715,41 @@ cdef Py_ssize_t stage(PagedKvStore store, tuple caches, Growth* growths) except 
     if n_taken == 0:
         return 0
     if n_taken > store.blocks.total:  # more than a table should be made for
-        raise exhausted(store, caches, growths, n_taken)
-    taken = new_table(n_taken)
+        raise exhausted(store, caches, n, growths, n_taken)
     try:
+        if n_taken > 32:
+            taken = new_table(n_taken)
         for i in range(n):
             (<PagedKvCache>caches[i]).make_room(&growths[i])
             n_roomy += 1
         enough = store.take(taken, n_taken)
+        if not enough:
+            raise exhausted(store, caches, n, growths, n_taken)
+        for i in range(n):
+            cache = <PagedKvCache>caches[i]
+            n_placed = growths[i].n_copies + growths[i].n_missing
+            cache.place(store, &growths[i], &taken[first])
+            first += n_placed
     finally:
         if not enough:
             for i in range(n_roomy):
                 (<PagedKvCache>caches[i]).drop_room(&growths[i])
+        if taken is not few:
             free(taken)
-    if not enough:
-        raise exhausted(store, caches, growths, n_taken)
-    for i in range(n):
-        cache = <PagedKvCache>caches[i]
-        n_roomy = growths[i].n_copies + growths[i].n_missing
-        cache.place(store, &growths[i], &taken[first])
-        first += n_roomy
-    free(taken)
     return n_taken
 
 
-cdef object exhausted(PagedKvStore store, tuple caches, Growth* growths, Py_ssize_t needed):
+cdef object exhausted(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths, Py_ssize_t needed):
     """The error for a batch that does not fit. What it would hold if all others let go is counted only now."""
     cdef PagedKvCache cache
     cdef Py_ssize_t i, j, alone = 0, size = store.block_size
     holders = Counter()
-    for i in range(len(caches)):
+    for i in range(n):
         cache = <PagedKvCache>caches[i]
         holders.update(cache.block_table[cache.n_dropped:].tolist())
         alone += growths[i].n_missing
     alone += len(holders)
-    for i in range(len(caches)):
+    for i in range(n):
         cache = <PagedKvCache>caches[i]
         if growths[i].n_copies:
             for j in range(cache.length // size, min(cache.n_blocks, blocks_for(cache.length + growths[i].n_new, size))):

@@ -6,6 +6,7 @@ back.
 """
 
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
@@ -94,6 +95,7 @@ cdef class Step:
     cdef State state
     cdef bint laid_out              # the spans and slots below are there
     cdef bint busy                  # a write or attend is running
+    cdef PyObject** members         # the same, borrowed
     cdef Growth* growths
     cdef QuerySpan* spans
     cdef PlanShelf plans            # made once, for all layers of one kind
@@ -117,6 +119,7 @@ cdef class Step:
         if self.state == OPEN:
             self.undo()
         free_plans(&self.plans)
+        free(self.members)
         free(self.growths)
         free(self.spans)
 
@@ -277,9 +280,10 @@ cdef class Step:
                 self.state = ROLLED_BACK  # until all is done; a step is opened once
         if not ready:
             raise RuntimeError("step: was opened before; make a new one for each forward pass")
+        self.members = <PyObject**>calloc(max(self.n_caches, 1), sizeof(PyObject*))
         self.growths = <Growth*>calloc(max(self.n_caches, 1), sizeof(Growth))
         self.spans = <QuerySpan*>calloc(max(self.n_caches, 1), sizeof(QuerySpan))
-        if self.growths is NULL or self.spans is NULL:
+        if self.members is NULL or self.growths is NULL or self.spans is NULL:
             raise MemoryError("step: cannot allocate the plan of the batch")
         store.end_terms_if_short(self.n_rows + 2 * self.n_caches * store.block_size)
         try:
@@ -287,8 +291,9 @@ cdef class Step:
                 cache = <PagedKvCache>self.caches[i]
                 cache.begin_write(store)
                 n_locked += 1
+                self.members[i] = <PyObject*>cache
                 self.growths[i].n_new = self.query_lens[i]
-            self.n_taken = stage(store, self.caches, self.growths)
+            self.n_taken = stage(store, self.members, self.n_caches, self.growths)
             self.lay_out()
         except BaseException:
             for i in range(n_locked):
