@@ -40,8 +40,8 @@ cdef class BlockRows:
     # `src`: n rows, of one layer.
     cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
                       int n_threads) noexcept nogil
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
-                     int n_threads) noexcept nogil
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t start,
+                     Py_ssize_t n, int n_threads) noexcept nogil
     # The first n rows of a block, in all layers, to another block.
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
     cdef void erase_block(self, int32_t block) noexcept nogil

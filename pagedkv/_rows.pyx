@@ -128,12 +128,12 @@ cdef class BlockRows:
         else:
             scatter_rows(self.packed[layer], src, self.conversion(src), slots, n, n_threads)
 
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
-                     int n_threads) noexcept nogil:
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t start,
+                     Py_ssize_t n, int n_threads) noexcept nogil:
         if self.kind == SIMD_F32:
-            gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, n, n_threads)
+            gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, start, n, n_threads)
         else:
-            gather_blocks(dst, self.packed[layer], &self.format, table, self.block_size, n, n_threads)
+            gather_blocks(dst, self.packed[layer], &self.format, table, self.block_size, start, n, n_threads)
 
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size

@@ -489,6 +489,15 @@ cdef class KvCache:
         return 0
 
 
+cdef KvCache as_target(object out, str name, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim):
+    if out is None:
+        return KvCache(n_kv_heads, head_dim, v_head_dim=v_head_dim)
+    if not isinstance(out, KvCache):
+        raise TypeError(f"{name}: expected a KvCache, got {describe(out)}")
+    (<KvCache>out).check_heads(n_kv_heads, head_dim, v_head_dim)
+    return <KvCache>out
+
+
 cdef object seal(object rows):
     """Views that are handed out must not be made writable again: NumPy asks the owner."""
     rows.base.flags.writeable = False
