@@ -385,7 +385,8 @@ cdef class PrefixCache:
             raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
         with cython.critical_section(cache):
             n = min(n, cache.n_blocks)
-            memcpy(&table[0], cache.table, n * sizeof(int32_t))
+            if n:
+                memcpy(&table[0], cache.table, n * sizeof(int32_t))
         n = store.blocks.insert(key_of(name, ids, n * size - before), &table[0], priority, expires, mark)
         store.after_change()
         return n

@@ -102,7 +102,7 @@ cdef class PagedKvCache:
         with cython.critical_section(self):
             n = min(n, self.n_blocks)
             if n:
-                memcpy(cnp.PyArray_DATA(table), self.table, n * sizeof(int32_t))
+                copy_ids(<int32_t*>cnp.PyArray_DATA(table), self.table, n)
         table = table[:n]
         table.flags.writeable = False
         return table
@@ -315,7 +315,7 @@ cdef class PagedKvCache:
         for i in range(n_dropped):
             own[i] = -1
         if table.shape[0]:
-            memcpy(&own[n_dropped], &table[0], table.shape[0] * sizeof(int32_t))
+            copy_ids(&own[n_dropped], &table[0], table.shape[0])
         cdef bint started = False
         try:
             self.lock_write()
@@ -633,7 +633,7 @@ cdef class PagedKvCache:
             return 0
         growth.table = new_table(room)
         if self.n_blocks:
-            memcpy(growth.table, self.table, self.n_blocks * sizeof(int32_t))
+            copy_ids(growth.table, self.table, self.n_blocks)
         if growth.n_copies == 0:
             with cython.critical_section(self):
                 self.table = growth.table
@@ -659,7 +659,7 @@ cdef class PagedKvCache:
         store.drop_each(taken, n_left)  # another holder has let go meanwhile
         growth.n_copies -= n_left
         if growth.n_missing:
-            memcpy(&table[self.n_blocks], &taken[n_left], growth.n_missing * sizeof(int32_t))
+            copy_ids(&table[self.n_blocks], &taken[n_left], growth.n_missing)
 
     cdef void commit(self, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept:
         cdef Py_ssize_t i, n = self.n_blocks
@@ -731,6 +731,11 @@ cdef class PagedKvCache:
         if other.store is not None:
             other.store.after_change()
         return 0
+
+
+cdef inline void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexcept:
+    if n:  # a table that never had an entry has no address
+        memcpy(dst, src, n * sizeof(int32_t))
 
 
 cdef int32_t* new_table(Py_ssize_t n) except NULL:
@@ -818,7 +823,7 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
             forks[i].length = source.length
             forks[i].block_size = source.block_size
             forks[i].table = new_table(forks[i].n_blocks)
-            memcpy(forks[i].table, source.table, forks[i].n_blocks * sizeof(int32_t))
+            copy_ids(forks[i].table, source.table, forks[i].n_blocks)
             n_new += forks[i].n_blocks - forks[i].n_dropped
             n_old += cache.n_blocks - cache.n_dropped
             old_store = cache.store if cache.n_blocks else old_store
@@ -827,10 +832,10 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
         n_new = n_old = 0
         for i in range(n):
             cache = <PagedKvCache>caches[i]
-            memcpy(&retained[n_new], &forks[i].table[forks[i].n_dropped],
-                   (forks[i].n_blocks - forks[i].n_dropped) * sizeof(int32_t))
+            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped],
+                   (forks[i].n_blocks - forks[i].n_dropped))
             n_new += forks[i].n_blocks - forks[i].n_dropped
-            memcpy(&given_up[n_old], &cache.table[cache.n_dropped], (cache.n_blocks - cache.n_dropped) * sizeof(int32_t))
+            copy_ids(&given_up[n_old], &cache.table[cache.n_dropped], cache.n_blocks - cache.n_dropped)
             n_old += cache.n_blocks - cache.n_dropped
         if n_new and new_store.blocks.retain(retained, n_new) >= 0:
             raise OverflowError("caches: a block has as many holders as can be counted")
