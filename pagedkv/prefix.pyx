@@ -472,13 +472,12 @@ cdef class PrefixCache:
             ``namespace`` is no bytes and not None.
         """
         self.check_made()
-        cdef const int64_t[::1] no_ids = None
         cdef bytes name
         cdef Key key
         if namespace is ...:
             return self.gone(self._store.blocks.clear(NULL))
         name = as_namespace(namespace)
-        key = key_of(name, no_ids, 0)
+        key = key_of_all(name)
         return self.gone(self._store.blocks.clear(&key))
 
     cdef Py_ssize_t gone(self, Py_ssize_t n) except -1:
@@ -529,11 +528,20 @@ cdef class PrefixCache:
 
 cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:
     """What the books look for; both objects have to outlive it."""
+    cdef Key key = key_of_all(name)
+    if n > 0:
+        key.n = n
+        key.ids = &ids[0]
+    return key
+
+
+cdef Key key_of_all(bytes name) noexcept:
+    """The same for a whole namespace."""
     cdef Key key
     key.name = NULL if name is None else <char*>name
     key.n_bytes = -1 if name is None else len(name)
-    key.n = max(n, 0)
-    key.ids = &ids[0] if n > 0 else NULL
+    key.n = 0
+    key.ids = NULL
     return key
 
 
