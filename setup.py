@@ -33,7 +33,7 @@ MODULES = {
     "pagedkv._radix.tree": [],
     "pagedkv._radix.faults": [],
     "pagedkv._arrays": [],
-    "pagedkv._rows": [],
+    "pagedkv._rows": ["pagedkv/_kernels/pages.h"],
     "pagedkv.allocator": [],
     "pagedkv.store": [],
     "pagedkv.contiguous": [],

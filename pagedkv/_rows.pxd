@@ -45,5 +45,6 @@ cdef class BlockRows:
     # The first n rows of a block, in all layers, to another block.
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
     cdef void erase_block(self, int32_t block) noexcept nogil
+    cdef Py_ssize_t trim(self, Py_ssize_t block, Py_ssize_t n) noexcept nogil
     cdef bint is_finite(self, Py_ssize_t block) except -1
     cdef void view_layer(self, RowView* view, Py_ssize_t layer) noexcept nogil

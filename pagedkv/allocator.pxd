@@ -1,3 +1,4 @@
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
@@ -38,6 +39,9 @@ cdef class BlockAllocator:
     cdef Py_ssize_t retain_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t give_back_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef void freed_from(self, Py_ssize_t top) noexcept
+
+    # The ids of blocks that are free and were held before, in ascending order.
+    cdef cnp.ndarray used_before(self)
 
     # Begin to know prefixes, and end it: ValueError if somebody does already.
     cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1

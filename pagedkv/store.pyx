@@ -399,6 +399,29 @@ prefault=False, debug=False)\n--\n
 
     # --- looking after it ---
 
+    def trim(self):
+        """Give the memory of free blocks back to the system. They stay blocks of the store, and take memory again when used.
+
+        What a prefix cache holds stays: `PrefixCache.evict` frees it first. Blocks that are smaller than a page go as far as
+        neighbours are free too. Others may use the store meanwhile.
+
+        Returns
+        -------
+        int
+            Bytes that were given back, of memory that had been written or not; 0 where the system is not Linux.
+        """
+        cdef const int32_t[::1] ids = self.blocks.used_before()
+        cdef Py_ssize_t i = 0, first, n_bytes = 0
+        while i < ids.shape[0]:
+            with cython.critical_section(self.blocks):
+                # A run of neighbours that are still free: nobody takes one of them before this is done.
+                first = i
+                while i < ids.shape[0] and ids[i] == ids[first] + i - first and self.blocks.counts[ids[i]] == 0:
+                    i += 1
+                n_bytes += self.k.trim(ids[first], i - first) + self.v.trim(ids[first], i - first)
+            i += i == first  # somebody has taken it
+        return n_bytes
+
     def stats(self):
         """Counters of the store as a `StoreStats`; costs no walk over the blocks."""
         cdef BlockAllocator blocks = self.blocks

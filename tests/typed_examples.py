@@ -129,6 +129,7 @@ def example_looking() -> None:
     assert_type(blocks.summary, str)
     assert_type(blocks.free, int)
     assert_type(blocks.rows, tuple[tuple[str, str], ...])
+    assert_type(store.trim(), int)
     store.check()
     store.check([cache])
     with pytest.raises(AttributeError):
