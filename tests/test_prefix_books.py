@@ -198,6 +198,28 @@ def test_a_clock_may_use_the_cache_and_the_store(store):
     prefixes.check()
 
 
+def test_forgetting_keeps_the_order_of_namespaces():
+    """A namespace shrinks, and by losing a term there a block becomes evictable in another one."""
+    store = PagedKvStore(4, 64, 1, 1)
+    prefixes = PrefixCache(store)
+    first, _ = sequence(store, 40)
+    prefixes.insert(range(40), first, namespace=b"shrinks", ttl=1000)
+    remember(prefixes, [1] * 4, namespace=b"shrinks")
+    remember(prefixes, range(32), namespace=b"largest then")
+    held, _ = sequence(store, 20)
+    ids = [*held.block_table.tolist(), int(first.block_table[0])]
+    store.retain(ids)
+    both = PagedKvCache()
+    both.adopt_blocks(ids, 24, 4, store=store)
+    prefixes.insert(range(24), both, namespace=b"shares")
+    both.release(store)
+    first.release(store)
+    assert prefixes.forget(range(40), namespace=b"shrinks") == 9
+    prefixes.check()
+    assert prefixes.evict(1) == 1
+    assert prefixes.match([*range(32), 1], namespace=b"largest then") == 28
+
+
 # --- handles ------------------------------------------------------------------------------------------
 
 
@@ -223,6 +245,21 @@ def test_a_handle_is_found_again_where_others_have_parted(store, prefixes):
     remember(prefixes, [*tokens[:10], 80, 81])  # and continues it in another way
     append(store, cache, 8)
     assert prefixes.insert(tokens[:16], cache, handle=handle) == 2
+    assert prefixes.match(tokens) == 16
+    prefixes.check()
+
+
+def test_a_handle_is_lost_where_others_have_taken_its_place(store, prefixes):
+    """The node is the same one, and as long as it was, with other tokens in it."""
+    cache, handle, tokens = PagedKvCache(), PrefixHandle(), list(range(40))
+    append(store, cache, 12)
+    prefixes.insert(tokens[:12], cache, handle=handle)
+    prefixes.forget(tokens[:12], start=8)
+    other = [*tokens[:8], 70, 71, 72, 73]
+    remember(prefixes, other)
+    append(store, cache, 4)
+    assert prefixes.insert(tokens[:16], cache, handle=handle) == 2
+    assert prefixes.match([*other, *tokens[12:17]]) == 12
     assert prefixes.match(tokens) == 16
     prefixes.check()
 
