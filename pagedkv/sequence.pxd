@@ -59,8 +59,9 @@ cdef class PagedKvCache:
                      Py_ssize_t length, Py_ssize_t block_size) noexcept
     cdef int give_back_from(self, Py_ssize_t first) except -1
     cdef int fork_into(self, PagedKvCache other) except -1
-    cdef KvCache copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
-                          KvCache target)
+    # Of the layers from this one on, one for each target: all or none. A stop of -1 is the end.
+    cdef int copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
+                      list targets) except -1
     cdef int end_growth(self, PagedKvStore store) except -1
 
 

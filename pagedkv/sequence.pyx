@@ -527,27 +527,25 @@ cdef class PagedKvCache:
         cdef Py_ssize_t index
         if layer is not None:
             index = as_index(layer, "layer", home.n_layers)
-            return self.copy_out(home, index, first, end, as_target(out, "out", home.n_kv_heads, home.head_dim, home.v_head_dim))
+            target = as_target(out, "out", home.n_kv_heads, home.head_dim, home.v_head_dim)
+            self.copy_out(home, index, first, end, [target])
+            return target
         if out is None:
             out = [None] * home.n_layers
         targets = [as_target(target, f"out[{i}]", home.n_kv_heads, home.head_dim, home.v_head_dim)
                    for i, target in enumerate(as_items(out, "out", "several KvCaches"))]
         if len(targets) != home.n_layers or len(set(map(id, targets))) != home.n_layers:
             raise ValueError(f"out: expected {home.n_layers} KvCaches, one for each layer, got {len(targets)}")
-        self.begin_read(home)  # all layers of one moment
-        try:
-            for index in range(home.n_layers):
-                self.copy_out(home, index, first, end, <KvCache>targets[index])
-        finally:
-            self.end_read()
+        self.copy_out(home, 0, first, end, targets)
         return targets
 
-    cdef KvCache copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop, KvCache target):
-        """Of one layer; a stop of -1 is the end."""
+    cdef int copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
+                      list targets) except -1:
         cdef int n_threads = resolve_threads(0)
         cdef BlockRows k_rows = store.k, v_rows = store.v
         cdef float[:, ::1] k, v
-        cdef Py_ssize_t n
+        cdef Py_ssize_t i, n, n_begun = 0, n_ended = 0
+        cdef KvCache target
         self.begin_read(store)
         try:
             if start < self.n_dropped * self.block_size:
@@ -558,16 +556,24 @@ cdef class PagedKvCache:
             if not start <= stop <= self.length:
                 raise ValueError(f"stop: expected {start} to {self.length}, got {stop}")
             n = stop - start
-            target.begin_overwriting(n)
-            k, v = target.k_rows, target.v_rows
-            if n:
-                with nogil:
-                    k_rows.gather(k, layer, self.table, start, n, n_threads)
-                    v_rows.gather(v, layer, self.table, start, n, n_threads)
-            target.end_overwriting(n)
+            for target in targets:  # all that can fail, for all of them
+                target.begin_overwriting(n)
+                n_begun += 1
+            for i in range(n_begun):
+                target = <KvCache>targets[i]
+                k, v = target.k_rows, target.v_rows
+                if n:
+                    with nogil:
+                        k_rows.gather(k, layer + i, self.table, start, n, n_threads)
+                        v_rows.gather(v, layer + i, self.table, start, n, n_threads)
+                target.end_overwriting(n)
+                n_ended += 1
         finally:
+            for i in range(n_ended, n_begun):
+                target = <KvCache>targets[i]
+                target.end_overwriting(target.seq_len)
             self.end_read()
-        return target
+        return 0
 
     # --- the guard ---
 
@@ -668,7 +674,8 @@ cdef class PagedKvCache:
             for i in range(self.length // store.block_size, n):
                 if old[i] != growth.table[i]:
                     store.drop(&old[i], 1)
-            store.copies_on_write += growth.n_copies
+            with cython.critical_section(store):
+                store.copies_on_write += growth.n_copies
             with cython.critical_section(self):
                 self.table = growth.table
                 self.room = n + growth.n_missing
@@ -832,8 +839,7 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
         n_new = n_old = 0
         for i in range(n):
             cache = <PagedKvCache>caches[i]
-            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped],
-                   (forks[i].n_blocks - forks[i].n_dropped))
+            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped], forks[i].n_blocks - forks[i].n_dropped)
             n_new += forks[i].n_blocks - forks[i].n_dropped
             copy_ids(&given_up[n_old], &cache.table[cache.n_dropped], cache.n_blocks - cache.n_dropped)
             n_old += cache.n_blocks - cache.n_dropped
@@ -864,7 +870,7 @@ cdef object after_dropped(object block_table, Py_ssize_t n_dropped):
     if n_dropped == 0 or not isinstance(block_table, (list, tuple, range, np.ndarray)):
         return block_table  # to be looked at as it is, or refused
     given = as_items(block_table, "block_table", "block ids")
-    if len(given) >= n_dropped and any([id != -1 for id in given[:n_dropped]]):
+    if len(given) < n_dropped or any([id != -1 for id in given[:n_dropped]]):
         raise ValueError(f"block_table: expected -1 for each of {n_dropped} blocks before first_position")
     return given[n_dropped:]
 

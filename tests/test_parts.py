@@ -5,7 +5,7 @@ import pytest
 from helpers import append, assert_rows, refused
 
 import pagedkv
-from pagedkv import KvCache, PagedKvCache, PagedKvStore
+from pagedkv import KvBlockPool, KvCache, KvPoolExhausted, PagedKvCache, PagedKvStore
 
 
 @pytest.fixture
@@ -35,6 +35,18 @@ def test_all_layers_at_once(store):
     again = cache.to_contiguous(store, layer=None, start=3, stop=9, out=layers)
     assert [one is other for one, other in zip(again, layers, strict=True)] == [True] * 3
     assert all(np.array_equal(layer.v, rows[3:9]) for layer, rows in zip(layers, v, strict=True))
+
+
+def test_all_layers_or_none(store):
+    """The last one has no room for it."""
+    cache, pool = PagedKvCache(), KvBlockPool(4, 1)
+    append(store, cache, 10)
+    out = [KvCache(2, 3, v_head_dim=2), KvCache(2, 3, v_head_dim=2), KvCache.with_pool(2, 3, pool, 4, v_head_dim=2)]
+    with refused(KvPoolExhausted, "", store, cache):
+        cache.to_contiguous(store, layer=None, out=out)
+    assert [target.seq_len for target in out] == [0, 0, 0]
+    pool.resize(3)
+    assert [target.seq_len for target in cache.to_contiguous(store, layer=None, out=out)] == [10] * 3
 
 
 def test_what_a_window_has_left_is_a_part(store):
@@ -127,6 +139,8 @@ def test_a_fork_of_it(store):
         ([-1, 0], 8, 4.0, TypeError, "first_position"),
         ([-1], 8, 4, ValueError, "block_table"),
         ([], 8, 4, ValueError, "block_table"),
+        ([], 8, 8, ValueError, "block_table"),
+        ([0], 8, 8, ValueError, "block_table"),
         ([-1, 15], 8, 4, ValueError, "block_table"),
         (iter([-1, 0]), 8, 4, TypeError, "block_table"),
     ],
