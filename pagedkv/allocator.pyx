@@ -261,6 +261,18 @@ cdef class BlockAllocator:
             self.collect()
         return n
 
+    cdef Py_ssize_t count_evictable(self) noexcept:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = self.n_evictable()
+        return n
+
+    cdef bint has_terms(self) noexcept:
+        cdef bint found
+        with cython.critical_section(self):
+            found = self.tree is not NULL and self.tree.terms.n > 0
+        return found
+
     cdef void end_terms(self, double now) noexcept:
         with cython.critical_section(self):
             if self.tree is not NULL:

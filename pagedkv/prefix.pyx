@@ -173,7 +173,7 @@ cdef class PrefixCache:
     def evictable_block_count(self):
         """Blocks that could be given up now: nobody else holds them, and no ``ttl`` protects them. O(1)."""
         self._end_terms()
-        return self._store.blocks.n_evictable()
+        return self._store.blocks.count_evictable()
 
     def is_evictable(self, block):
         """Whether a block is one of those that could be given up now.
@@ -283,7 +283,7 @@ cdef class PrefixCache:
         """`attach` to what is known of the first `n_most` tokens; what was asked for are all of them."""
         self.check_made()
         cdef PagedKvStore store = self._store
-        cdef Key key = key_of(name, ids, n_most)
+        cdef Key key = key_of(name, ids, min(n_most, ids.shape[0]))
         cdef Py_ssize_t n, n_blocks
         cdef int32_t tail, source
         cdef int32_t* table = NULL
@@ -373,8 +373,11 @@ cdef class PrefixCache:
                              f"got {len(tokens)}")
         cdef Py_ssize_t n = (before + ids.shape[0]) // size
         cdef int32_t[::1] table = empty_ids(n)
-        cdef double expires = self._end_terms() if seconds is None else self.now()
-        expires = NEVER if seconds is None else expires + <double>seconds
+        cdef double expires = NEVER
+        if seconds is None:
+            self._end_terms()
+        else:
+            expires = self.now() + <double>seconds
         if store.debug:
             check_finite(store, cache, n)
         # From here on nobody else runs, and the sequence is what it is.
@@ -523,7 +526,7 @@ cdef class PrefixCache:
     cpdef double _end_terms(self) except? -1:
         """Let go of what was protected until now."""
         self.check_made()
-        return self.now() if self._store.blocks.tree.terms.n else 0
+        return self.now() if self._store.blocks.has_terms() else 0
 
 
 cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:

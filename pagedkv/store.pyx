@@ -293,14 +293,14 @@ prefault=False, debug=False)\n--\n
             ``n`` is no integer of at least 0.
         """
         cdef Py_ssize_t i, count = as_size(n, "n", 0, MAX_SIZE)
+        if count > self.blocks.n_free():
+            self.end_terms()
         if count > self.blocks.total:  # not worth an array of that size
             raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
         if count == 0:
             return ids
-        if count > self.blocks.n_free():
-            self.end_terms()
         if not self.take(&out[0], count):
             raise self.exhausted(count, 0)
         try:
@@ -512,16 +512,14 @@ prefault=False, debug=False)\n--\n
         return 0
 
     cdef int end_terms(self) except -1:
-        if self.blocks.tree is not NULL and self.blocks.tree.terms.n:
+        if self.blocks.has_terms():
             prefixes = self.prefixes()
             if prefixes is not None:
                 prefixes._end_terms()
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
-        if needed > self.blocks.total:
-            self.end_terms()  # was not asked for before: the error says what would be evictable now
-        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable())
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.count_evictable())
 
     cdef int know_prefixes(self, object prefixes) except -1:
         reference = weakref.ref(prefixes)
