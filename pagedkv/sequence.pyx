@@ -832,8 +832,7 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
         n_new = n_old = 0
         for i in range(n):
             cache = <PagedKvCache>caches[i]
-            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped],
-                   (forks[i].n_blocks - forks[i].n_dropped))
+            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped], forks[i].n_blocks - forks[i].n_dropped)
             n_new += forks[i].n_blocks - forks[i].n_dropped
             copy_ids(&given_up[n_old], &cache.table[cache.n_dropped], cache.n_blocks - cache.n_dropped)
             n_old += cache.n_blocks - cache.n_dropped
