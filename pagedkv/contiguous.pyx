@@ -6,12 +6,12 @@ from libc.string cimport memcpy, memmove
 
 from pagedkv._arrays cimport as_native, as_rows, as_size, check_rows, describe, empty_rows
 from pagedkv._guard cimport enter_writer, leave_writer
+from pagedkv._kernels.rows cimport NOGIL_FROM
 from pagedkv._kernels.simd cimport SIMD_F32
 
 from pagedkv.errors import KvPoolExhausted
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
-cdef Py_ssize_t NOGIL_FROM = 64 << 10  # bytes; below, releasing the GIL costs more than it gains others
 
 
 cdef class KvBlockPool:

@@ -23,10 +23,10 @@ from libc.string cimport memcpy
 from pagedkv._arrays cimport as_ids, as_index, as_items, as_size, describe, empty_ids
 from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._kernels.rows cimport GivenRows
+from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows
 from pagedkv._rows cimport BlockRows
 from pagedkv.contiguous cimport KvCache, as_target
-from pagedkv.store cimport NOGIL_FROM, PagedKvStore, as_store
+from pagedkv.store cimport PagedKvStore, as_store
 
 from collections import Counter
 

@@ -9,6 +9,7 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 
 from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
+from pagedkv._kernels.rows cimport NOGIL_FROM
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator
 

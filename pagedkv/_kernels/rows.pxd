@@ -2,6 +2,10 @@
 
 from libc.stdint cimport int32_t, int64_t
 
+# Bytes; below this, releasing the GIL costs more than the copy it would let others overlap with.
+cdef enum:
+    NOGIL_FROM = 64 << 10
+
 # A store's rows: floats, or bytes in a RowFormat.
 ctypedef fused stored_t:
     float
