@@ -1,0 +1,199 @@
+"""Ways to interrupt: by real signals at any moment, and without chance at every boundary there is."""
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hostile import Array, Indexed
+from prefix_support import Clock
+
+HERE = str(Path(__file__).parent)
+# What a caller hands over and is called back: an interrupt comes there too, in the middle of the call.
+CALLED_BACK = {Clock.__call__.__code__, Indexed.__index__.__code__, Array.__array__.__code__}
+
+needs_signals = pytest.mark.skipif(
+    not hasattr(signal, "setitimer") or not hasattr(signal, "pthread_kill"), reason="needs signals of POSIX"
+)
+
+
+class Interrupt(KeyboardInterrupt):
+    """What Ctrl-C raises. One of our own, so that a real Ctrl-C still ends the tests."""
+
+
+def is_inside(frame):
+    """Whether a frame is in the middle of a call into the package: in it, or in what it calls, but not in the test."""
+    return not frame.f_code.co_filename.startswith(HERE) or frame.f_code in CALLED_BACK
+
+
+class Boundary:
+    """Raises at the n-th boundary. `hit` says whether there were as many."""
+
+    def __init__(self, n):
+        self.left = n
+
+    @property
+    def hit(self):
+        return self.left <= 0
+
+    def pass_one(self):
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupt
+
+    def run(self, act):
+        """Whether the act was interrupted."""
+        try:
+            self.begin()
+            try:
+                act()
+            finally:
+                self.end()
+        except Interrupt:
+            return True
+        return False
+
+
+class Bytecode(Boundary):
+    """Before every instruction of the package's Python code, at each function's entry, and as it returns."""
+
+    def begin(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+
+    def end(self):
+        sys.settrace(self.before)
+
+    def trace(self, frame, event, argument):
+        if not is_inside(frame):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event != "exception":
+            self.pass_one()
+        return self.trace
+
+
+class Call(Boundary):
+    """Before every call of a C function by the package's Python code, and as it returns: what it returns is lost."""
+
+    def begin(self):
+        self.before = sys.getprofile()
+        sys.setprofile(self.profile)
+
+    def end(self):
+        sys.setprofile(self.before)
+
+    def profile(self, frame, event, argument):
+        if event in ("c_call", "c_return") and is_inside(frame):
+            self.pass_one()
+
+
+WAYS = {"bytecode": Bytecode, "call": Call}
+
+
+class Timer:
+    """A signal after some time, whose handler does something: raise an interrupt, unless told otherwise."""
+
+    def __init__(self, act=None):
+        self.act = act or self.interrupt
+        self.armed = False
+        self.n_signals = 0
+
+    def interrupt(self):
+        raise Interrupt
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGALRM, self.handle)
+        return self
+
+    def __exit__(self, *error):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+
+    def handle(self, number, frame):
+        if self.armed:
+            self.n_signals += 1
+            self.armed = False
+            self.act()
+
+    def run(self, act, delay):
+        """Whether the act was interrupted."""
+        try:
+            try:
+                self.armed = True
+                signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
+                act()
+            finally:
+                self.armed = False
+        except Interrupt:  # one that came too early or too late as well
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return False
+
+
+class Fire:
+    """Signals from another thread, one after the other, at random times: they interrupt whatever runs while it is open."""
+
+    def __init__(self, draw, pause):
+        self.draw = draw
+        self.pause = pause
+        self.armed = False
+        self.n_interrupts = 0
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGUSR1, self.handle)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.shoot, args=(threading.get_ident(),), daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self.armed = False
+        self.stop.set()
+        self.thread.join()
+        signal.signal(signal.SIGUSR1, self.before)
+
+    def shoot(self, target):
+        while not self.stop.is_set():
+            time.sleep(self.draw.uniform(0, self.pause))
+            if self.armed:
+                signal.pthread_kill(target, signal.SIGUSR1)
+
+    def handle(self, number, frame):
+        if self.armed:
+            self.armed = False  # one at a time: a second one in the caller's own cleaning up is the caller's
+            self.n_interrupts += 1
+            raise Interrupt
+
+    def run(self, act):
+        """Whether the act was interrupted."""
+        try:
+            try:
+                self.armed = True
+                act()
+            finally:
+                self.armed = False
+        except Interrupt:
+            return True
+        return False
+
+
+def boundaries(way, rounds, attempt):
+    """Call ``attempt(way(n))`` for every n until there are no more boundaries, or for some, evenly, if there are too many.
+
+    Which ones are left out, is known only when all have been counted: the first attempt does.
+    """
+    counter = way(sys.maxsize)
+    attempt(counter)
+    n_all = sys.maxsize - counter.left
+    stride = max(1, -(-n_all // rounds))
+    if stride > 1 and stride % 2 == 0:
+        stride += 1  # a loop of an even number of instructions is met at all of them
+    for n in range(1, n_all + 1, stride):
+        boundary = way(n)
+        attempt(boundary)
+        assert boundary.hit, "the same act has fewer boundaries than before"
+    return n_all
