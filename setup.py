@@ -9,36 +9,47 @@ PAGEDKV_SANITIZE=...  a list for -fsanitize, such as "address,undefined" or "thr
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError, PlatformError
 
-# module -> the headers to watch
+# module -> what it is made of beside its .pyx: C files to compile, and headers to watch.
+# What takes longest comes first: compilers run side by side, in this order.
 MODULES = {
-    "pagedkv._kernels.parallel": ["pagedkv/_kernels/pool.h"],
-    "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h", "pagedkv/_kernels/simd.h"],
     "pagedkv._kernels.simd": [
-        f"pagedkv/_kernels/{name}.h"
-        for name in ("simd", "simd_sets", "simd_plain", "simd_sse2", "simd_avx2", "simd_avx512", "simd_neon",
-                     "simd_math", "simd_dtypes", "simd_end", "attend_rows", "attend_tile")
+        f"pagedkv/_kernels/{name}"
+        for name in ("simd_avx512.c", "simd_avx2.c", "simd_sse2.c", "simd_plain.c", "simd_neon.c", "simd.h",
+                     "simd_sets.h", "simd_bodies.h", "simd_math.h", "simd_dtypes.h", "attend_rows.h", "attend_tile.h")
     ],
+    "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h", "pagedkv/_kernels/simd.h"],
+    "pagedkv._kernels.parallel": ["pagedkv/_kernels/pool.h"],
     "pagedkv._kernels.plan": [],
     "pagedkv._kernels.attend": ["pagedkv/_kernels/simd.h"],
+    "pagedkv._radix.nodes": [],
+    "pagedkv._radix.order": [],
+    "pagedkv._radix.tree": [],
+    "pagedkv._radix.faults": [],
     "pagedkv._arrays": [],
     "pagedkv._rows": [],
     "pagedkv.allocator": [],
-    "pagedkv._store": [],
     "pagedkv.store": [],
-    "pagedkv._table": [],
     "pagedkv.contiguous": [],
     "pagedkv.sequence": [],
     "pagedkv.attention": [],
     "pagedkv.step": [],
+    "pagedkv.prefix": [],
     "pagedkv.beams": [],
 }
 
+# Cython's support of memoryviews and functions, once for all modules instead of in each: it has no .pyx, and its C is
+# made by Cython. On the ground floor, since the kernels have memoryviews as well.
+SHARED = "pagedkv._kernels._cyshared"
+
+GLUE = os.environ.get("GLUE", "-O1")
+HOT = ("._kernels.", "._radix.", ".allocator")
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
 
@@ -56,15 +67,18 @@ DIRECTIVES = {
 }
 
 
-def compiler_options():
-    """Flags for the compiler and the linker."""
+def compiler_options(name):
+    """Flags for the compiler and the linker. Loops over rows are in the kernels; what calls them gains nothing from more
+    than LEVEL, and takes the compiler three times as long."""
     if sys.platform == "win32":
         return ["/std:c11", "/experimental:c11atomics", "/O2"], []
-    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3"
+    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if any(part in name for part in HOT) else GLUE
     compile_args = ["-std=c11", level, "-fvisibility=hidden"]
     link_args = []
     if DEBUG or SANITIZE:
         compile_args.append("-g")
+    elif not any(flag.startswith("-g") for flag in os.environ.get("CFLAGS", "").split()):
+        compile_args.append("-g0")  # many a Python was built with -g, and passes it on
     if SANITIZE:
         compile_args += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-DPAGEDKV_SANITIZE"]
         link_args.append(f"-fsanitize={SANITIZE}")
@@ -72,12 +86,13 @@ def compiler_options():
 
 
 def extensions():
-    compile_args, link_args = compiler_options()
-    for name, headers in MODULES.items():
+    for name, files in {**MODULES, SHARED: []}.items():
+        compile_args, link_args = compiler_options(name)
         yield Extension(
             name,
-            [name.replace(".", "/") + ".pyx"],
-            depends=headers,
+            # Of what all share Cython makes the C file, and says where.
+            [] if name == SHARED else [name.replace(".", "/") + ".pyx", *(file for file in files if file.endswith(".c"))],
+            depends=[file for file in files if file.endswith(".h")],
             include_dirs=["pagedkv/_kernels"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args,
@@ -111,12 +126,26 @@ class BuildExt(build_ext):
         import numpy
         from Cython.Build import cythonize
 
-        done = cythonize(self.extensions, compiler_directives=DIRECTIVES, nthreads=os.cpu_count() or 1)
+        done = cythonize(
+            self.extensions,
+            compiler_directives=DIRECTIVES,
+            shared_utility_qualified_name=SHARED,
+            nthreads=os.cpu_count() or 1,
+        )
         for extension, translated in zip(self.extensions, done, strict=True):
             extension.sources = translated.sources
             extension.depends = translated.depends
             extension.include_dirs.append(numpy.get_include())
-        super().build_extensions()
+        # setuptools builds several modules at a time, but the files of each one after another.
+        with ThreadPoolExecutor(int(self.parallel or 1)) as pool:
+            compile_all = self.compiler.compile
+
+            def compile_each(sources, **options):
+                done = pool.map(lambda source: compile_all([source], **options), sources)
+                return [file for files in done for file in files]
+
+            self.compiler.compile = compile_each
+            super().build_extensions()
 
     def try_compiling(self, code, hint):
         with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +167,7 @@ class Sdist(sdist):
             self.filelist.graft(folder)
         for made in "*.c", "*.html", "*.so", "*.pyd", "*.py[co]":
             self.filelist.global_exclude(made)
+        self.filelist.extend(file for files in MODULES.values() for file in files if file.endswith(".c"))  # by hand
         super().make_distribution()
 
 

@@ -23,7 +23,6 @@ import numpy as np
 import pagedkv
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.verify import ContiguousKv
 from pagedkv.serving import ModelStores, Scheduler
@@ -70,7 +69,7 @@ def worst_errors(model, dtype, inputs):
 
 def agreement(model, dtype):
     """Golden tokens before the first that differs, of all prompts, and prompts without a difference."""
-    scheduler = Scheduler(ModelStores(layer_shapes(model.config), 256, dtype=dtype))
+    scheduler = Scheduler(ModelStores(model.config.layers, 256, dtype=dtype))
     engine = Engine(model, scheduler, {1})
     requests = [engine.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in CASES]
     while not scheduler.is_idle:

@@ -3,34 +3,99 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16
+
 # A whole number in [low, high]; TypeError or ValueError names it.
 cpdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
 # An index in [0, n); TypeError or IndexError names it.
 cdef Py_ssize_t as_index(object value, str name, Py_ssize_t n) except -1
 # A number of threads, 1 to 256.
 cpdef int as_thread_count(object value, str name) except -1
+# True or False; nothing else is taken for one of them.
+cpdef bint as_flag(object value, str name) except? -1
+# A finite number; one of at least the smallest normal float32, if it has to be positive.
+cdef float as_real(object value, str name, bint positive) except? -1
+# What an iterable gives, in a tuple of its own; TypeError for what is none.
+cdef tuple as_items(object items, str name, str expected)
 
-# Rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that, in any of the spellings
-# that as_rows documents. Native float32, or what a store of this dtype (SIMD_F32 ...) holds, as uint16.
+# --- arrays ---
+#
+# They are taken in two steps. First every argument of a call is converted, by the as_... functions: this may run the
+# caller's code, which may change an array that was converted before. Then, when no such code can run any more, each is
+# looked at again, by the check_... functions, and its address is taken. They run nobody's code unless they raise.
+
+cdef inline bint is_plain(object array, int typenum) noexcept:
+    """An ndarray and no subclass, of this type; native, aligned, C-contiguous."""
+    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == typenum
+            and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
+
+
+cdef inline bint is_own(object array, int dtype) noexcept:
+    """Whether the values are, as they lie there, what a store of this dtype holds."""
+    if dtype == SIMD_F16:
+        return is_plain(array, cnp.NPY_FLOAT16)
+    return dtype == SIMD_BF16 and is_plain(array, cnp.NPY_USHORT)
+
+
+cdef inline bint has_prefix(cnp.ndarray array, int n_axes, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
+    """Whether the first n_axes axes are [n_layers, count], where one layer may go unsaid; a count of -1 is no axis."""
+    cdef int axis = n_axes - 1
+    if count >= 0:
+        if axis < 0 or cnp.PyArray_DIM(array, axis) != count:
+            return False
+        axis -= 1
+    if axis < 0:
+        return n_layers == 1
+    return axis == 0 and cnp.PyArray_DIM(array, 0) == n_layers
+
+
+cdef inline bint has_shape(
+        cnp.ndarray array, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
+    cdef int ndim = cnp.PyArray_NDIM(array)
+    if ndim >= 1 and cnp.PyArray_DIM(array, ndim - 1) == n_heads * head_dim:
+        if has_prefix(array, ndim - 1, n_layers, count):
+            return True
+    return (ndim >= 2 and cnp.PyArray_DIM(array, ndim - 1) == head_dim
+            and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
+
+
+cdef inline bint holds_rows(
+        object array, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
+    """Whether as_rows would give it back as it is."""
+    return (is_plain(array, cnp.NPY_FLOAT32) or is_own(array, dtype)) and has_shape(
+        <cnp.ndarray>array, n_layers, count, n_heads, head_dim)
+
+
+# Any array as a plain ndarray, of whatever dtype, shape and strides.
+cpdef cnp.ndarray as_ndarray(object array, str name, str expected)
+# Rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that, in any spelling: a width
+# may be split into [n_heads, head_dim], one layer may go unsaid, and a count of -1 is no axis. Native float32, or what
+# a store of this dtype (SIMD_F32 ...) holds. Nothing was run if `array` itself comes back.
 cdef cnp.ndarray as_rows(
     object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim)
-# The same for one row a layer, with no count axis, in any of its shapes.
-cdef cnp.ndarray as_step(
-    object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim)
+cdef int check_rows(
+    cnp.ndarray rows, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads,
+    Py_ssize_t head_dim) except -1
 # Which of the two these rows are.
 cdef bint is_float32(cnp.ndarray rows) noexcept
 # Native float32 of any shape and strides.
 cdef cnp.ndarray as_native(object array, str name, str expected)
-# Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length).
+# Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length, and for a whole shape).
 cdef cnp.ndarray as_float32(object array, str name, tuple shape)
+cdef int check_float32(cnp.ndarray array, str name, tuple shape) except -1
 
-# What a result is written to: `out` if it is writable, native, C-contiguous float32 of this shape, or, for None, a new array.
+# What a result can be written to at all, or None: an ndarray, or one of a subclass.
+cdef int check_out(object out, str name) except -1
+# What a result is written to: `out` if it is writable, native, C-contiguous float32 of this shape, or, for None, a new
+# array. As the check_... functions are, for when nothing else runs.
 cdef cnp.ndarray as_result(object out, str name, tuple shape)
-# ValueError if a result would be written over an input; both C-contiguous.
+# ValueError if a result would be written over an input; both C-contiguous. None overlaps nothing.
 cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) except -1
 
-# Block ids as a C-contiguous int32 array of its own, each in [0, total).
+# Block ids as a C-contiguous int32 array of its own, each in [0, total): copied before they are looked at.
 cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total)
+# Any array of whole numbers from 0 to 2**63 - 1, [n], as a C-contiguous int64 array of its own; ValueError for others.
+cpdef cnp.ndarray as_naturals(object array, str name)
 
 cdef cnp.ndarray empty_ids(Py_ssize_t n)
 cdef cnp.ndarray empty_slots(Py_ssize_t n)

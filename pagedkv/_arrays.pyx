@@ -1,16 +1,24 @@
 """What the caller gave, turned into checked pointers and numbers.
 
 The one place that speaks NumPy's C API. Every function either returns something that a kernel can
-trust or raises an error that names the argument, what was expected and what came. They may run the
-caller's code (``__array__``, ``__index__``), so they are called before any state is looked at.
+trust or raises an error that names the argument, what was expected and what came. Those that convert may run the
+caller's code (``__array__``, ``__index__``), so they are called before any state is looked at; what that code raises
+comes out as it is.
 """
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t
+from cpython.buffer cimport PyObject_CheckBuffer
+from cpython.object cimport PyObject
+from libc.float cimport FLT_MIN
+from libc.math cimport isfinite
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy
 
 from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16
 
 import operator
+import sys
+from numbers import Rational, Real
 
 import numpy as np
 
@@ -31,6 +39,11 @@ cdef str describe(object value):
     return type(value).__name__
 
 
+cdef bint is_callers(object error) except -1:
+    """Whether the caller's own code has raised it, and not NumPy or Python for want of such code: it has a frame."""
+    return error.__traceback__.tb_next is not None
+
+
 # --- numbers ---------------------------------------------------------------------------------------
 
 cdef object as_integer(object value, str name, str expected):
@@ -41,7 +54,9 @@ cdef object as_integer(object value, str name, str expected):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
     try:
         return operator.index(value)
-    except TypeError:
+    except TypeError as error:
+        if is_callers(error):
+            raise
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}") from None
 
 
@@ -68,58 +83,133 @@ cpdef int as_thread_count(object value, str name) except -1:
     return <int>as_size(value, name, 1, MAX_THREADS)
 
 
+cpdef bint as_flag(object value, str name) except? -1:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+    return bool(value)
+
+
+cdef float as_real(object value, str name, bint positive) except? -1:
+    cdef str expected = "a positive number" if positive else "a finite number"
+    cdef float number
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
+    try:
+        number = <double>float(value)
+    except OverflowError as error:
+        if is_callers(error) and not isinstance(value, Rational):  # a Fraction divides in Python
+            raise
+        number = float("inf")
+    if not isfinite(number) or (positive and number < FLT_MIN):
+        raise ValueError(f"{name}: expected {expected} in the range of float32, got {describe(value)}")
+    return number
+
+
+cdef tuple as_items(object items, str name, str expected):
+    try:
+        iterator = iter(items)
+    except TypeError as error:
+        if is_callers(error):
+            raise
+        raise TypeError(f"{name}: expected {expected}, got {describe(items)}") from None
+    return tuple(iterator)
+
+
+# --- any array -------------------------------------------------------------------------------------
+
+cdef object exported(object array, str name, str expected):
+    """The ndarray that an object shows of itself, by the first of NumPy's protocols that it knows."""
+    cdef object export, result = None
+    cdef bint is_instance = array is not None and not isinstance(array, type)
+    if is_instance:
+        export = getattr(array, "__array__", None)
+        try:
+            if export is not None:
+                result = export()
+            elif hasattr(array, "__dlpack__"):
+                result = np.from_dlpack(array)
+            elif PyObject_CheckBuffer(array):
+                result = np.asarray(memoryview(array))
+            elif hasattr(array, "__array_interface__") or hasattr(array, "__array_struct__"):
+                result = np.asarray(array)
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            # A tensor says by its own code, which is not the caller's, that NumPy cannot look into it.
+            if is_callers(error) and not hasattr(type(array), "__torch_function__"):
+                raise
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"{name}: expected {expected}, got {describe(array)}: {error}") from error
+    if not cnp.PyArray_Check(result):
+        raise TypeError(f"{name}: expected {expected}, got {describe(array)}")
+    return result
+
+
+cdef int refuse_masked(object array, str name) except -1:
+    """A mask says that values are not to be used, and rows have no place for one."""
+    ma = sys.modules.get("numpy.ma")
+    if ma is not None and isinstance(array, ma.MaskedArray) and ma.is_masked(array):
+        raise ValueError(f"{name}: expected an array without masked values, got one with a mask: {describe(array)}")
+    return 0
+
+
+cpdef cnp.ndarray as_ndarray(object array, str name, str expected):
+    """Any array as a plain ndarray, of whatever dtype, shape and strides."""
+    cdef object result = array if cnp.PyArray_Check(array) else exported(array, name, expected)
+    if cnp.PyArray_CheckExact(result):
+        return result
+    refuse_masked(result, name)
+    return np.asarray(result)  # a subclass may have a shape, and a min and max, of its own
+
+
+cdef bint covers(cnp.ndarray owner, const char* start, const char* end) noexcept:
+    """Whether these bytes are among those of an array."""
+    cdef const char* low = <const char*>cnp.PyArray_DATA(owner)
+    cdef const char* high = low
+    cdef Py_ssize_t reach
+    cdef int axis
+    if cnp.PyArray_CHKFLAGS(owner, cnp.NPY_ARRAY_OWNDATA):
+        return low <= start and end <= low + cnp.PyArray_NBYTES(owner)
+    for axis in range(cnp.PyArray_NDIM(owner)):
+        if cnp.PyArray_DIM(owner, axis) == 0:
+            return False
+        reach = (cnp.PyArray_DIM(owner, axis) - 1) * cnp.PyArray_STRIDE(owner, axis)
+        if reach < 0:
+            low += reach
+        else:
+            high += reach
+    return low <= start and end <= high + cnp.PyArray_ITEMSIZE(owner)
+
+
+cdef bint is_backed(cnp.ndarray array) except -1:
+    """Whether the memory of a view still is that of the arrays it is a view of: they may have been resized since."""
+    cdef const char* start = <const char*>cnp.PyArray_DATA(array)
+    cdef const char* end = start + cnp.PyArray_NBYTES(array)
+    cdef object owner = array
+    cdef PyObject* base
+    while start != end:
+        base = <PyObject*>cnp.PyArray_BASE(<cnp.ndarray>owner)
+        if base == NULL:
+            break
+        owner = <object>base
+        if type(owner) is memoryview:
+            owner = owner.obj
+        if not cnp.PyArray_Check(owner):
+            break
+        if not covers(<cnp.ndarray>owner, start, end):
+            return False
+    return True
+
+
 # --- rows ------------------------------------------------------------------------------------------
 
-cdef inline bint is_ready(object array) noexcept:
-    """Native, aligned, C-contiguous float32."""
-    return is_plain(array, cnp.NPY_FLOAT32)
+cdef str rows_wanted(int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
+    own = {SIMD_F16: " or float16", SIMD_BF16: " or uint16 (bfloat16 bits)"}.get(dtype, "")
+    axes = ([n_layers] if n_layers > 1 else []) + ([count] if count >= 0 else [])
+    return f"float32{own} {axes + [n_heads * head_dim]}"
 
 
-cdef inline bint is_plain(object array, int typenum) noexcept:
-    return (cnp.PyArray_CheckExact(array) and cnp.PyArray_TYPE(<cnp.ndarray>array) == typenum
-            and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
-
-
-cdef inline bint is_own(object array, int dtype) noexcept:
-    """Whether the values are, as they lie there, what a store of this dtype holds."""
-    if dtype == SIMD_F16:
-        return is_plain(array, cnp.NPY_FLOAT16)
-    return dtype == SIMD_BF16 and is_plain(array, cnp.NPY_USHORT)
-
-
-cdef inline bint has_prefix(cnp.ndarray array, int n_axes, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
-    """Whether the first n_axes axes are [n_layers, count], where one layer may go unsaid; a count of -1 is no axis."""
-    cdef int axis = n_axes - 1
-    if count >= 0:
-        if axis < 0 or cnp.PyArray_DIM(array, axis) != count:
-            return False
-        axis -= 1
-    if axis < 0:
-        return n_layers == 1
-    return axis == 0 and cnp.PyArray_DIM(array, 0) == n_layers
-
-
-cdef inline bint has_shape(
-        cnp.ndarray array, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
-    cdef int ndim = cnp.PyArray_NDIM(array)
-    if ndim >= 1 and cnp.PyArray_DIM(array, ndim - 1) == n_heads * head_dim:
-        if has_prefix(array, ndim - 1, n_layers, count):
-            return True
-    return (ndim >= 2 and cnp.PyArray_DIM(array, ndim - 1) == head_dim
-            and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
-
-
-cdef cnp.ndarray as_ndarray(object array, str name, str expected):
-    if array is None:
-        raise TypeError(f"{name}: expected {expected}, got None")
-    try:
-        if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
-            return np.from_dlpack(array)
-        return np.asarray(array)
-    except ValueError as error:  # lists of unequal length, and the like
-        raise ValueError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
-    except (TypeError, RuntimeError, BufferError) as error:  # of other libraries: what NumPy cannot look into
-        raise TypeError(f"{name}: expected {expected}, got {describe(array)}: {error}") from None
+cdef cnp.ndarray contiguous(cnp.ndarray array):
+    """The array itself, or a copy, C-contiguous and aligned."""
+    return cnp.PyArray_FROM_OF(array, cnp.NPY_ARRAY_C_CONTIGUOUS | cnp.NPY_ARRAY_ALIGNED)
 
 
 cdef cnp.ndarray as_native(object array, str name, str expected):
@@ -130,19 +220,14 @@ cdef cnp.ndarray as_native(object array, str name, str expected):
     return result
 
 
-cdef cnp.ndarray check_rows(
+cdef cnp.ndarray convert_rows(
         object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
     """The slow way in: converts, copies, or says what is wrong."""
-    axes = [n_layers] if n_layers > 1 else []
-    if count >= 0:
-        axes.append(count)
-    own = {SIMD_F16: " or float16", SIMD_BF16: " or uint16 (bfloat16 bits)"}.get(dtype, "")
-    expected = f"float32{own} {axes + [n_heads * head_dim]}"
-    cdef cnp.ndarray rows
+    cdef str expected = rows_wanted(dtype, n_layers, count, n_heads, head_dim)
     cdef object given = as_ndarray(array, name, expected)
     if dtype == SIMD_BF16 and given.dtype.name == "bfloat16" and given.dtype.itemsize == 2:  # of ml_dtypes
         given = given.view(np.uint16)
-    rows = given
+    cdef cnp.ndarray rows = given
     if not (cnp.PyArray_ISNOTSWAPPED(rows) and (
             cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT32
             or (dtype == SIMD_F16 and cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT16)
@@ -150,29 +235,28 @@ cdef cnp.ndarray check_rows(
         raise TypeError(f"{name}: expected {expected}, got {describe(rows)}")
     if not has_shape(rows, n_layers, count, n_heads, head_dim):
         raise ValueError(f"{name}: expected {expected}, got {describe(rows)}")
-    return np.require(rows, requirements="CA")
+    return contiguous(rows)
 
 
 cdef cnp.ndarray as_rows(
         object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
-    """Rows as [n_layers, count, width]; a width may be split into [n_heads, head_dim], one layer may go unsaid."""
-    cdef object rows
-    if (is_ready(array) or is_own(array, dtype)) and has_shape(
-            <cnp.ndarray>array, n_layers, count, n_heads, head_dim):
-        rows = array
-    else:
-        rows = check_rows(array, name, dtype, n_layers, count, n_heads, head_dim)
-    if cnp.PyArray_TYPE(<cnp.ndarray>rows) == cnp.NPY_FLOAT16:
-        rows = rows.view(np.uint16)
-    return rows.reshape(n_layers, count, n_heads * head_dim)
-
-
-cdef cnp.ndarray as_step(
-        object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t n_heads, Py_ssize_t head_dim):
     # All allowed spellings have the same bytes in the same order, so no reshape is needed.
-    if (is_ready(array) or is_own(array, dtype)) and has_shape(<cnp.ndarray>array, n_layers, -1, n_heads, head_dim):
+    if holds_rows(array, dtype, n_layers, count, n_heads, head_dim):
         return <cnp.ndarray>array
-    return check_rows(array, name, dtype, n_layers, -1, n_heads, head_dim)
+    return convert_rows(array, name, dtype, n_layers, count, n_heads, head_dim)
+
+
+cdef int check_rows(
+        cnp.ndarray rows, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads,
+        Py_ssize_t head_dim) except -1:
+    if not holds_rows(rows, dtype, n_layers, count, n_heads, head_dim) or not is_backed(rows):
+        raise changed(rows, name, rows_wanted(dtype, n_layers, count, n_heads, head_dim))
+    return 0
+
+
+cdef object changed(cnp.ndarray array, str name, str expected):
+    got = describe(array) if is_backed(array) else "a view of memory that is gone"
+    return ValueError(f"{name}: expected {expected}, got {got} after another argument was read")
 
 
 cdef bint is_float32(cnp.ndarray rows) noexcept:
@@ -180,45 +264,68 @@ cdef bint is_float32(cnp.ndarray rows) noexcept:
 
 
 cdef inline bint fits(cnp.ndarray array, tuple shape):
-    """Whether an array has this shape; None stands for any length."""
-    cdef Py_ssize_t i, n_axes = len(shape)
-    if cnp.PyArray_NDIM(array) != n_axes:
+    """Whether an array has this shape; None stands for any length, or any shape."""
+    cdef Py_ssize_t i
+    if shape is None:
+        return True
+    if cnp.PyArray_NDIM(array) != len(shape):
         return False
-    for i in range(n_axes):
+    for i in range(len(shape)):
         if shape[i] is not None and cnp.PyArray_DIM(array, <int>i) != <Py_ssize_t>shape[i]:
             return False
     return True
 
 
+cdef str floats_wanted(tuple shape):
+    wanted = "..." if shape is None else ", ".join("n" if n is None else str(n) for n in shape)
+    return f"float32 [{wanted}]"
+
+
 cdef cnp.ndarray as_float32(object array, str name, tuple shape):
-    if is_ready(array) and fits(<cnp.ndarray>array, shape):
+    if is_plain(array, cnp.NPY_FLOAT32) and fits(<cnp.ndarray>array, shape):
         return <cnp.ndarray>array
-    wanted = ", ".join("n" if n is None else str(n) for n in shape)
-    expected = f"float32 [{wanted}]"
+    cdef str expected = floats_wanted(shape)
     cdef cnp.ndarray result = as_native(array, name, expected)
     if not fits(result, shape):
         raise ValueError(f"{name}: expected {expected}, got {describe(result)}")
-    return np.require(result, requirements="CA")
+    return contiguous(result)
+
+
+cdef int check_float32(cnp.ndarray array, str name, tuple shape) except -1:
+    if not (is_plain(array, cnp.NPY_FLOAT32) and fits(array, shape)):
+        raise ValueError(f"{name}: expected {floats_wanted(shape)}, got {describe(array)}")
+    if not is_backed(array):
+        raise changed(array, name, floats_wanted(shape))
+    return 0
 
 
 # --- results ---------------------------------------------------------------------------------------
 
+cdef int check_out(object out, str name) except -1:
+    if out is not None and not cnp.PyArray_Check(out):
+        raise TypeError(f"{name}: expected a writable, C-contiguous float32 array, got {describe(out)}")
+    return refuse_masked(out, name)
+
+
 cdef cnp.ndarray as_result(object out, str name, tuple shape):
     if out is None:
         return empty_floats(shape)
-    if is_ready(out) and cnp.PyArray_ISWRITEABLE(<cnp.ndarray>out) and fits(<cnp.ndarray>out, shape):
-        return <cnp.ndarray>out
-    expected = f"a writable, C-contiguous float32 array {list(shape)}"
-    if not cnp.PyArray_Check(out) or out.dtype != np.float32 or not out.dtype.isnative:
+    cdef str expected = f"a writable, C-contiguous float32 array {list(shape)}"
+    cdef cnp.ndarray result = <cnp.ndarray>out  # or of a subclass
+    if cnp.PyArray_TYPE(result) != cnp.NPY_FLOAT32 or not cnp.PyArray_ISNOTSWAPPED(result):
         raise TypeError(f"{name}: expected {expected}, got {describe(out)}")
-    if not fits(<cnp.ndarray>out, shape):
+    if not fits(result, shape):
         raise ValueError(f"{name}: expected {expected}, got {describe(out)}")
-    if not cnp.PyArray_ISCARRAY(<cnp.ndarray>out):
+    if not cnp.PyArray_ISCARRAY(result):
         raise ValueError(f"{name}: expected {expected}, got one that is strided, read-only or not aligned")
-    return out  # of a subclass
+    if not is_backed(result):
+        raise changed(result, name, expected)
+    return result
 
 
 cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) except -1:
+    if array is None:
+        return 0
     cdef char* a = <char*>cnp.PyArray_DATA(out)
     cdef char* b = <char*>cnp.PyArray_DATA(array)
     if a < b + cnp.PyArray_NBYTES(array) and b < a + cnp.PyArray_NBYTES(out):
@@ -226,21 +333,68 @@ cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) ex
     return 0
 
 
-# --- block ids -------------------------------------------------------------------------------------
+# --- integers --------------------------------------------------------------------------------------
+
+cdef bint copy_naturals(int64_t* dst, const int64_t* src, Py_ssize_t n) noexcept:
+    """Whether none of n numbers is below 0. The copy is looked at, a piece at a time, while it is in the cache."""
+    cdef Py_ssize_t i, start, end
+    cdef int64_t bits = 0
+    for start in range(0, n, 512):
+        end = min(n, start + 512)
+        memcpy(dst + start, src + start, (end - start) * sizeof(int64_t))
+        for i in range(start, end):
+            bits |= dst[i]
+    return bits >= 0
+
+
+cdef cnp.ndarray own_integers(cnp.ndarray array, bint* natural):
+    """A copy as int64, which no other thread writes into, and whether no number in it is below 0 (or above 2**63 - 1)."""
+    cdef Py_ssize_t n = cnp.PyArray_DIM(array, 0)
+    cdef cnp.ndarray result = empty_slots(n)
+    cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(result)
+    if is_plain(array, cnp.NPY_INT64):
+        natural[0] = copy_naturals(out, <const int64_t*>cnp.PyArray_DATA(array), n)
+    else:
+        cnp.PyArray_CopyInto(result, array)
+        natural[0] = copy_naturals(out, out, n)
+    return result
+
+
+cdef object integer_at(cnp.ndarray copied, Py_ssize_t i, cnp.ndarray array):
+    """What a number was before it was taken for an int64."""
+    cdef object value = (<int64_t*>cnp.PyArray_DATA(copied))[i]
+    return value + 2**64 if value < 0 and cnp.PyArray_ISUNSIGNED(array) else value
+
+
+cpdef cnp.ndarray as_naturals(object array, str name):
+    cdef bint natural = False
+    cdef cnp.ndarray result = own_integers(array, &natural)
+    if not natural:
+        bad = integer_at(result, np.argmax(np.less(result, 0)), array)
+        raise ValueError(f"{name}: expected ids from 0 to 2**63 - 1, got {bad}")
+    return result
+
 
 cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total):
-    cdef cnp.ndarray result
+    cdef cnp.ndarray result, given, wide
+    cdef const int64_t* numbers
     cdef int32_t* out
     cdef Py_ssize_t i
+    cdef bint natural = False
     if cnp.PyArray_Check(ids):
-        ids = np.asarray(ids)  # a subclass may have a min and max of its own
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise TypeError(f"{name}: expected a one-dimensional array of integers, got {describe(ids)}")
+        given = np.asarray(ids)  # a subclass may have a min and max of its own
+        if not cnp.PyArray_ISINTEGER(given) or cnp.PyArray_NDIM(given) != 1:
+            raise TypeError(f"{name}: expected a one-dimensional array of integers, got {describe(given)}")
+        wide = own_integers(given, &natural)
+        numbers = <const int64_t*>cnp.PyArray_DATA(wide)
+        result = empty_ids(cnp.PyArray_DIM(wide, 0))
+        out = <int32_t*>cnp.PyArray_DATA(result)
         # Compared before the cast: an id beyond 32 bits must not wrap into a valid one.
-        if len(ids) and not (0 <= ids.min() and ids.max() < total):
-            bad = ids[(ids < 0) | (ids >= total)][0]
-            raise IndexError(f"{name}: expected ids from 0 to {total - 1}, got {bad}")
-        return ids.astype(np.int32, order="C", copy=True)
+        for i in range(cnp.PyArray_DIM(wide, 0)):
+            if not 0 <= numbers[i] < total:
+                raise IndexError(f"{name}: expected ids from 0 to {total - 1}, got {integer_at(wide, i, given)}")
+            out[i] = <int32_t>numbers[i]
+        return result
     if not isinstance(ids, (list, tuple, range)):
         raise TypeError(f"{name}: expected a list, tuple or array of block ids, got {describe(ids)}")
     ids = list(ids)  # __index__ of an element must not change it under us
@@ -290,7 +444,7 @@ cdef cnp.ndarray empty_bytes(object n_bytes):
         raw = np.empty(n_bytes + alignment, np.uint8)
     except MemoryError:
         raise MemoryError(f"cannot allocate {n_bytes} bytes for rows of K or V") from None
-    start = -raw.ctypes.data % alignment
+    start = -<Py_ssize_t>cnp.PyArray_DATA(<cnp.ndarray>raw) & (alignment - 1)
     return raw[start:start + n_bytes]
 
 

@@ -26,19 +26,24 @@ cdef class BlockRows:
 
     # What an array that _arrays has checked holds, a row a position of each layer; valid as long as the array.
     cdef GivenRows given(self, cnp.ndarray rows) noexcept
-    cdef bint overlaps(self, cnp.ndarray rows) noexcept
+    cdef inline bint overlaps(self, cnp.ndarray rows) noexcept:
+        """Whether an array starts in this memory: such a one ends in it too."""
+        cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
+        return self.memory <= address < self.memory + self.n_bytes
+
     cdef const RowFormat* conversion(self, GivenRows src) noexcept nogil
     # `src`: one row a layer.
     cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil
     # `src`: n rows a layer.
-    cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
+    cdef void append(self, GivenRows src, const int32_t* table, Py_ssize_t start, Py_ssize_t n,
                      int n_threads) noexcept nogil
     # `src`: n rows, of one layer.
     cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
                       int n_threads) noexcept nogil
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
                      int n_threads) noexcept nogil
     # The first n rows of a block, in all layers, to another block.
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
     cdef void erase_block(self, int32_t block) noexcept nogil
+    cdef bint is_finite(self, Py_ssize_t block) except -1
     cdef void view_layer(self, RowView* view, Py_ssize_t layer) noexcept nogil

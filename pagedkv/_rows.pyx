@@ -12,7 +12,7 @@ An int8 value stands for itself times the scale of its row and head.
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
-from pagedkv._arrays cimport empty_bytes, is_float32
+from pagedkv._arrays cimport describe, empty_bytes, is_float32
 from pagedkv._kernels.rows cimport append_rows, copy_rows, erase_rows, gather_blocks, put_step, scatter_rows
 from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16, SIMD_F32, SIMD_I8
 
@@ -28,13 +28,16 @@ cdef str dtype_name(dtype):
     name = None
     if type(dtype) is str and dtype in KINDS:
         return dtype
-    try:
-        found = np.dtype(dtype) if dtype is not None else None
-        name = str(found.name) if found is not None and found.isnative else None
-    except Exception:  # a dtype is parsed, and may run code of the caller's
-        pass
+    # Not what only has a dtype: an array, a scalar.
+    if isinstance(dtype, (str, type, np.dtype)):
+        try:
+            found = np.dtype(dtype)
+            name = str(found.name) if found.isnative else None
+        except (TypeError, ValueError, SyntaxError):  # from parsing it
+            pass
     if name not in KINDS:
-        raise ValueError(f"dtype: expected float32, float16, bfloat16 or int8, got {dtype!r}")
+        got = repr(dtype) if isinstance(dtype, (str, type, np.dtype)) else describe(dtype)
+        raise ValueError(f"dtype: expected float32, float16, bfloat16 or int8, got {got}")
     return name
 
 
@@ -95,10 +98,6 @@ cdef class BlockRows:
         given.row_bytes = self.row_bytes if given.stored else self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
         return given
 
-    cdef bint overlaps(self, cnp.ndarray rows) noexcept:
-        cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
-        return self.memory <= address < self.memory + self.n_bytes
-
     # --- moving them ---
 
     cdef inline const RowFormat* conversion(self, GivenRows src) noexcept nogil:
@@ -111,7 +110,7 @@ cdef class BlockRows:
         else:
             put_step(self.packed, row, src, self.conversion(src))
 
-    cdef void append(self, GivenRows src, const int32_t[::1] table, Py_ssize_t start, Py_ssize_t n,
+    cdef void append(self, GivenRows src, const int32_t* table, Py_ssize_t start, Py_ssize_t n,
                      int n_threads) noexcept nogil:
         cdef const RowFormat* format = self.conversion(src)
         cdef Py_ssize_t layer
@@ -129,7 +128,7 @@ cdef class BlockRows:
         else:
             scatter_rows(self.packed[layer], src, self.conversion(src), slots, n, n_threads)
 
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t[::1] table, Py_ssize_t n,
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
                      int n_threads) noexcept nogil:
         if self.kind == SIMD_F32:
             gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, n, n_threads)
@@ -151,6 +150,14 @@ cdef class BlockRows:
                 erase_rows(self.floats[layer], block * size, size)
             else:
                 erase_rows(self.packed[layer], block * size, size)
+
+    cdef bint is_finite(self, Py_ssize_t block) except -1:
+        """Whether all values of a block are, in all layers."""
+        if self.kind == SIMD_I8:  # a head that has others has such a scale
+            return np.isfinite(self.scales[:, block]).all()
+        if self.kind == SIMD_BF16:
+            return ((self.blocks[:, block] & 0x7f80) != 0x7f80).all()
+        return np.isfinite(self.blocks[:, block]).all()
 
     # --- reading them ---
 

@@ -1,6 +1,5 @@
 """What a scheduler asks before it starts a request: how much room there is, and who may start."""
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
@@ -21,7 +20,8 @@ class Room(NamedTuple):
     now : int
         Positions that the free blocks give.
     with_eviction : int
-        Positions, with what the prefix cache could give up.
+        Positions, with what the prefix cache could give up; pushed one after the other, since what a copy leaves to the
+        prefix cache alone can be evicted for the next.
     ever : int
         Positions, when everybody else has given back.
 
@@ -163,9 +163,10 @@ def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: 
     elif not isinstance(cache, PagedKvCache):
         raise TypeError(f"cache: expected a PagedKvCache or None, got {type(cache).__name__}")
     n_free = store.free_block_count
+    cache.blocks_needed_for(store, 0)  # refuses what is another store's, or in use
     return Room(
-        _fitting(store, cache, n_free),
-        _fitting(store, cache, n_free + n_evictable),
+        _fitting(store, cache, n_free, None),
+        _fitting(store, cache, n_free + n_evictable, prefix),
         store.total_blocks * store.block_size + cache.first_position - cache.seq_len,
     )
 
@@ -267,10 +268,23 @@ def _check(store: PagedKvStore, prefix: PrefixCache | None) -> int:
     return prefix.evictable_block_count
 
 
-def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int) -> int:
-    """The most positions whose blocks are no more than `n_blocks`."""
-    most = cache.capacity - cache.seq_len + n_blocks * store.block_size
-    return bisect_right(range(most + 1), n_blocks, key=lambda n: cache.blocks_needed_for(store, n)) - 1
+def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int, prefix: PrefixCache | None) -> int:
+    """How many positions can be pushed, one after the other, with so many blocks to take.
+
+    The copy of a block that the sequence shares with the prefix cache alone costs none where that can evict: the block
+    that was copied can be evicted then.
+    """
+    size = store.block_size
+    index = cache.seq_len // size
+    for block in cache.block_table[index:].tolist():
+        if store.refcount(block) > 1:
+            if n_blocks == 0:
+                break
+            n_blocks -= prefix is None or not prefix._is_evictable_without_one(block)
+        index += 1
+    else:
+        index += n_blocks
+    return max(0, index * size - cache.seq_len)
 
 
 def _demand(store: PagedKvStore, prefix: PrefixCache | None, request: Waiting) -> tuple[int, int, int, set[int]]:

@@ -8,19 +8,25 @@ Blocks that were held before go first, since their pages exist and may still be 
 that no sequence ever needed is never touched. A list that comes back is stacked so that it is
 handed out again in its own order: neighbouring blocks stay neighbours, and are copied as one.
 
-A prefix cache marks the blocks that it holds, so that how many it could give up is known at any
-time, whoever else takes or drops them. Where nothing is marked, this costs nothing.
+What a prefix cache knows, a tree, belongs to the same books: whoever takes or gives back a block, what could be evicted
+is known at any time, and a request that is short of blocks takes what is evicted for it in the same moment. Where nothing
+is known, this costs nothing.
 
-Every change is one critical section with no Python object made in it, so it is atomic with the GIL
-and without.
+Every change is one critical section in which no Python code can run, so it is atomic with the GIL and without.
 """
 
 cimport cython
-from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_index
+from pagedkv._radix.faults cimport radix_fault
+from pagedkv._radix.nodes cimport Key, Mark, RadixTree, radix_free, radix_new
+from pagedkv._radix.order cimport radix_end_terms, radix_is_idle, radix_kind
+from pagedkv._radix.tree cimport (
+    Cut, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_match, radix_prepare_use,
+    radix_use)
 
 from collections import Counter
 
@@ -40,112 +46,220 @@ cdef class BlockAllocator:
             raise MemoryError(f"cannot allocate the counts of {total} blocks")
 
     def __dealloc__(self):
+        radix_free(self.tree)
         free(self.counts)
         free(self.returned)
-        free(self.kinds)
 
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept:
-        """Write n free block ids, each now held once; False, with nothing changed, if there are fewer."""
-        cdef Py_ssize_t i, n_old, fresh, held
+        """Write n free block ids, each now held once; False, with nothing changed, if there are not as many.
+
+        Missing ones are evicted, if that is enough.
+        """
         cdef bint enough
         with cython.critical_section(self):
-            enough = n <= self.n_free()
-            if enough:
-                n_old = min(n, self.n_returned)
-                for i in range(n_old):
-                    ids[i] = self.returned[self.n_returned - 1 - i]
-                self.n_returned -= n_old
-                fresh = self.total - self.n_fresh
-                for i in range(n_old, n):
-                    ids[i] = <int32_t>(fresh + i - n_old)
-                self.n_fresh -= n - n_old
-                for i in range(n):
-                    self.counts[ids[i]] = 1
-                self.acquired += n
-                held = self.total - self.n_free()
-                self.peak_held = max(self.peak_held, held)
-            else:
-                self.exhaustions += 1
+            enough = self.take_locked(ids, n)
+            self.exhaustions += not enough
         return enough
+
+    cdef bint take_locked(self, int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i, n_old, fresh
+        cdef Py_ssize_t n_short = n - self.n_free()
+        if n_short > 0:
+            if n_short > self.n_evictable():
+                return False
+            radix_evict(self.tree, n_short)
+            self.collect()
+            if n > self.n_free():
+                return False
+        n_old = min(n, self.n_returned)
+        for i in range(n_old):
+            ids[i] = self.returned[self.n_returned - 1 - i]
+        self.n_returned -= n_old
+        fresh = self.total - self.n_fresh
+        for i in range(n_old, n):
+            ids[i] = <int32_t>(fresh + i - n_old)
+        self.n_fresh -= n - n_old
+        for i in range(n):
+            self.counts[ids[i]] = 1
+        self.acquired += n
+        self.peak_held = max(self.peak_held, self.total - self.n_free())
+        return True
 
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """One more holder for each id; -1, or the place of the first that cannot have one, and no change."""
-        cdef Py_ssize_t i, bad = -1
+        cdef Py_ssize_t bad
         with cython.critical_section(self):
-            for i in range(n):
-                if self.counts[ids[i]] == 0 or self.counts[ids[i]] == INT32_MAX:
-                    bad = i
-                    break
-                self.counts[ids[i]] += 1
-                self.recount(ids[i], self.counts[ids[i]] - 1, self.counts[ids[i]])
-            if bad >= 0:
-                for i in range(bad):
-                    self.counts[ids[i]] -= 1
-                    self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
+            bad = self.retain_locked(ids, n)
+        return bad
+
+    cdef Py_ssize_t retain_locked(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i, bad = -1
+        for i in range(n):
+            if self.counts[ids[i]] == 0 or self.counts[ids[i]] == INT32_MAX:
+                bad = i
+                break
+            self.counts[ids[i]] += 1
+            self.recount(ids[i], self.counts[ids[i]] - 1, self.counts[ids[i]])
+        if bad >= 0:
+            for i in range(bad):
+                self.counts[ids[i]] -= 1
+                self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
         return bad
 
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """One holder less for each id; -1, or the place of one that nobody holds, and no change."""
-        cdef Py_ssize_t i, j, top, bad = -1
+        cdef Py_ssize_t bad
         with cython.critical_section(self):
-            top = self.n_returned
-            for i in range(n - 1, -1, -1):
-                if self.counts[ids[i]] == 0:
-                    bad = i
-                    break
-                self.counts[ids[i]] -= 1
-                self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
-                if self.counts[ids[i]] == 0:
-                    self.returned[self.n_returned] = ids[i]
-                    self.n_returned += 1
-            if bad >= 0:
-                self.n_returned = top
-                for j in range(bad + 1, n):
-                    self.counts[ids[j]] += 1
-                    self.recount(ids[j], self.counts[ids[j]] - 1, self.counts[ids[j]])
-            else:
-                self.released += self.n_returned - top
+            bad = self.give_back_locked(ids, n)
         return bad
 
-    # --- for the prefix cache ---
+    cdef Py_ssize_t give_back_locked(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i, j, top, bad = -1
+        top = self.n_returned
+        for i in range(n - 1, -1, -1):
+            if self.counts[ids[i]] == 0:
+                bad = i
+                break
+            self.counts[ids[i]] -= 1
+            self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
+            if self.counts[ids[i]] == 0:
+                self.returned[self.n_returned] = ids[i]
+                self.n_returned += 1
+        if bad >= 0:
+            self.n_returned = top
+            for j in range(bad + 1, n):
+                self.counts[ids[j]] += 1
+                self.recount(ids[j], self.counts[ids[j]] - 1, self.counts[ids[j]])
+        else:
+            self.freed_from(top)
+        return bad
 
-    def mark(self, const int32_t[::1] ids not None, Kind kind):
-        """Say of blocks that the prefix cache holds whether it may give them up, or that it no longer holds them."""
+    cdef void freed_from(self, Py_ssize_t top) noexcept:
+        """The blocks from this place of the stack on are free now."""
         cdef Py_ssize_t i
-        cdef unsigned char* kinds
-        for i in range(ids.shape[0]):
-            if not 0 <= ids[i] < self.total:
-                raise IndexError(f"ids: expected 0 to {self.total - 1}, got {ids[i]}")
-        if self.kinds is NULL:
-            kinds = <unsigned char*>calloc(max(self.total, 1), 1)
-            if kinds is NULL:
-                raise MemoryError(f"cannot allocate the marks of {self.total} blocks")
-            with cython.critical_section(self):
-                self.kinds = kinds
+        self.released += self.n_returned - top
+        if self.erase is not NULL:
+            for i in range(top, self.n_returned):
+                self.erase(self.owner, self.returned[i])
+
+    # --- what a prefix cache knows ---
+
+    cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1:
+        cdef RadixTree* tree = radix_new(block_size, self.total, self.counts, seed)
+        cdef bint taken
+        if tree is NULL:
+            raise MemoryError(f"cannot allocate the books of a prefix cache for {self.total} blocks")
         with cython.critical_section(self):
-            for i in range(ids.shape[0]):
-                if self.counts[ids[i]] == 1:
-                    self.n_evictable += (kind == EVICTABLE) - (self.kinds[ids[i]] == EVICTABLE)
-                self.kinds[ids[i]] = kind
+            taken = self.tree is not NULL
+            if not taken:
+                self.tree = tree
+        if taken:
+            radix_free(tree)
+            raise ValueError("store: expected one without a prefix cache, got one that has it")
+        return 0
 
-    def n_idle_at_end(self, const int32_t[::1] ids not None):
-        """How many of the last ids, without a gap, are blocks that could be given up now."""
-        cdef Py_ssize_t i = ids.shape[0]
-        while i and self.is_idle(ids[i - 1]):
-            i -= 1
-        return ids.shape[0] - i
+    cdef void know_nothing(self) noexcept:
+        cdef RadixTree* tree
+        with cython.critical_section(self):
+            tree = self.tree
+            if tree is not NULL:
+                radix_clear(tree, NULL)
+                self.collect()
+                self.tree = NULL
+        radix_free(tree)
 
-    def end_of_idle(self, const int32_t[::1] ids not None):
-        """The place after the last of the ids whose block could be given up now; 0 if none can."""
-        cdef Py_ssize_t i = ids.shape[0]
-        while i and not self.is_idle(ids[i - 1]):
-            i -= 1
-        return i
+    cdef void collect(self) noexcept:
+        """Take back the tree's reference to each block that has left it."""
+        cdef RadixTree* tree = self.tree
+        cdef Py_ssize_t top = self.n_returned
+        cdef int32_t block, left = tree.gone_first
+        while left:
+            block = left - 1
+            left = tree.places[block].more
+            tree.places[block].more = 0
+            if self.counts[block] == 0:  # somebody gave back a reference that was the tree's; `fault` has said so
+                continue
+            self.counts[block] -= 1
+            if self.counts[block] == 0:
+                self.returned[self.n_returned] = block
+                self.n_returned += 1
+        tree.gone_first = tree.gone_last = 0
+        self.freed_from(top)
 
-    cpdef bint is_idle(self, int32_t id) noexcept:
-        """Whether a block could be given up now."""
-        return (0 <= id < self.total and self.counts[id] == 1
-                and self.kinds is not NULL and self.kinds[id] == EVICTABLE)
+    cdef Py_ssize_t match(self, Key key, int32_t* table) noexcept:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = radix_match(self.tree, key) if table is NULL else radix_blocks(self.tree, key, table)
+        return n
+
+    cdef Py_ssize_t share(self, Key key, Py_ssize_t n_asked, int32_t* table, int32_t* tail) except -1:
+        cdef RadixTree* tree = self.tree
+        cdef Py_ssize_t n = -1, n_blocks, bad = -1
+        cdef Cut cut
+        tail[0] = -1
+        with cython.critical_section(self):
+            if radix_prepare_use(tree, key, &cut) == 0:
+                n = radix_blocks(tree, key, table)
+                n_blocks = (n + tree.block_size - 1) // tree.block_size
+                bad = self.retain_locked(table, n_blocks)
+                if bad < 0:
+                    radix_use(tree, &cut)
+                    if n % tree.block_size and not self.take_locked(tail, 1):
+                        tail[0] = -1
+                        self.give_back_locked(&table[n_blocks - 1], 1)
+                        n -= n % tree.block_size
+                    tree.hit_tokens += n
+                    tree.missed_tokens += n_asked - n
+                else:
+                    radix_drop(&cut)
+        if n < 0:
+            raise MemoryError("cannot allocate the books of a prefix")
+        if bad >= 0:
+            raise OverflowError(f"tokens: block {table[bad]} has as many holders as can be counted")
+        return n
+
+    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark) except -1:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = radix_insert(self.tree, key, table, priority, expires, mark)
+        if n == -1:
+            raise MemoryError("cannot allocate the books of a prefix")
+        if n == -2:
+            raise ValueError("cache: a block has no holder left, or as many as can be counted")
+        return n
+
+    cdef Py_ssize_t evict(self, Py_ssize_t n, bint all_or_none) noexcept:
+        cdef Py_ssize_t n_gone = 0
+        with cython.critical_section(self):
+            if not all_or_none or n <= self.n_evictable():
+                n_gone = radix_evict(self.tree, n)
+                self.collect()
+        return n_gone
+
+    cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = radix_forget(self.tree, key, start)
+            self.collect()
+        return n
+
+    cdef Py_ssize_t clear(self, const Key* key) noexcept:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = radix_clear(self.tree, key)
+            self.collect()
+        return n
+
+    cdef void end_terms(self, double now) noexcept:
+        with cython.critical_section(self):
+            if self.tree is not NULL:
+                radix_end_terms(self.tree, now)
+
+    cdef bint is_idle(self, int32_t id) noexcept:
+        cdef bint idle
+        with cython.critical_section(self):
+            idle = self.tree is not NULL and radix_is_idle(self.tree, id)
+        return idle
 
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
         # Sorted, so that a block's occurrences are counted without a table of all blocks.
@@ -169,41 +283,54 @@ cdef class BlockAllocator:
         kinds = np.zeros(self.total, np.uint8)
         cdef int32_t[::1] counts = holders
         cdef unsigned char[::1] marks = kinds
+        cdef Py_ssize_t i
         with cython.critical_section(self):
             if self.total:
                 memcpy(&counts[0], self.counts, self.total * sizeof(int32_t))
-                if self.kinds is not NULL:
-                    memcpy(&marks[0], self.kinds, self.total)
+            if self.tree is not NULL:
+                for i in range(self.total):
+                    marks[i] = radix_kind(self.tree, <int32_t>i)
         return holders, kinds
 
     cdef str fault(self):
         """What is wrong with the counts and the free blocks, or None. Walks over every block."""
-        cdef Py_ssize_t i, n_zero = 0, n_idle = 0
-        cdef Py_ssize_t fresh = self.total - self.n_fresh
-        seen = set()
+        cdef int64_t place = 0
+        cdef int32_t* seen = <int32_t*>calloc(max(self.total, 1), sizeof(int32_t))
+        cdef const char* fault
+        if seen is NULL:
+            raise MemoryError("check: cannot allocate a mark for each block")
+        with cython.critical_section(self):
+            fault = self.find_fault(seen, &place)
+            if fault is NULL and self.tree is not NULL:
+                fault = radix_fault(self.tree, &place)
+        free(seen)
+        return None if fault is NULL else fault.decode().replace("#", str(place))
+
+    cdef const char* find_fault(self, int32_t* seen, int64_t* place) noexcept:
+        cdef Py_ssize_t i, n_zero = 0, fresh = self.total - self.n_fresh
         for i in range(self.n_returned):
+            place[0] = self.returned[i]
             if not 0 <= self.returned[i] < fresh:
-                return f"free list holds {self.returned[i]}, not an id of a block that was ever held"
-            if self.returned[i] in seen:
-                return f"block {self.returned[i]} is twice in the free list"
+                return b"the free list holds #, not an id of a block that was ever held"
+            if seen[self.returned[i]]:
+                return b"block # is twice in the free list"
             if self.counts[self.returned[i]] != 0:
-                return f"block {self.returned[i]} is in the free list with {self.counts[self.returned[i]]} holders"
-            seen.add(self.returned[i])
+                return b"block # is in the free list and has holders"
+            seen[self.returned[i]] = 1
         for i in range(self.total):
+            place[0] = i
             if self.counts[i] < 0:
-                return f"block {i} has {self.counts[i]} holders"
-            n_idle += self.is_idle(<int32_t>i)
+                return b"block # has less than no holders"
             if self.counts[i] == 0:
                 n_zero += 1
-                if self.kinds is not NULL and self.kinds[i] != NOT_CACHED:
-                    return f"block {i} is in the prefix cache and has no holder"
+                if self.tree is not NULL and radix_kind(self.tree, <int32_t>i):
+                    return b"block # is in the prefix cache and has no holder"
             elif i >= fresh:
-                return f"block {i} was never handed out and has {self.counts[i]} holders"
+                return b"block # was never handed out and has holders"
+        place[0] = n_zero
         if n_zero != self.n_free():
-            return f"{n_zero} blocks have no holder, {self.n_free()} are free"
-        if n_idle != self.n_evictable:
-            return f"{n_idle} blocks can be evicted, {self.n_evictable} are counted"
-        return None
+            return b"# blocks have no holder, another number is free"
+        return NULL
 
     cdef str fault_in(self, list tables):
         """What is wrong with block tables, lists of ids and -1, that all hold what they name; or None."""

@@ -1,18 +1,29 @@
 # Attention for whoever has a batch ready. See attention.pyx.
 
-from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan
+cimport numpy as cnp
+
+from pagedkv._kernels.plan cimport AttendOptions, KvView, PlanShelf, QuerySpan
 from pagedkv.store cimport PagedKvStore
 
 # One layer of a store, as the kernels see it.
 cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept
 
-# Checks q and the options, refuses what would read dropped positions, makes out (and lse), and computes
-# without the GIL. The caller keeps the tables, spans and K/V alive and unchanged until it returns; its shelf keeps the
-# plan for the next layer of the same batch.
-cdef object attend_rows(
-    object q, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
-    object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
-    object out, object return_lse, int n_threads)
+# What a call asks: its arguments beside K and V, converted. The caller's code has done what it does; the arrays are
+# looked at once more before they are read.
+cdef class Asked:
+    cdef cnp.ndarray q, sinks, alibi_slopes     # or None
+    cdef object out
+    cdef AttendOptions options                  # without the addresses
+    cdef bint return_lse
+
+cdef Asked as_asked(
+    object q, Py_ssize_t head_dim, object scale, object window, object softcap, object sinks, object alibi_slopes,
+    object causal, object out, object return_lse)
+
+# Refuses what would read dropped positions, makes the result (and lse), and computes without the GIL. The caller keeps the
+# tables, spans and K/V alive and unchanged until it returns; its shelf keeps the plan for the next layer of the same batch.
+cdef object attend(Asked asked, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans,
+                   Py_ssize_t n_rows, int n_threads)
 
 # A batch: one PagedKvCache, or any iterable of them.
 cdef tuple as_caches(object caches)

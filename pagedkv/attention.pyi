@@ -3,6 +3,7 @@ from typing import Literal, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import disjoint_base
 
 from pagedkv._arrays import _Flag, _Floats, _Ints, _Real
 from pagedkv.sequence import PagedKvCache
@@ -112,3 +113,6 @@ def attention(
     return_lse: _Flag,
     n_threads: SupportsIndex | None = None,
 ) -> _Out | tuple[_Out, _Out]: ...
+
+@disjoint_base
+class Asked: ...  # not for Python: see attention.pxd

@@ -1,35 +1,33 @@
 """paged_attention and attention: what the caller gave, checked and handed to the kernels.
 
-Everything is checked here, once; below this floor nothing is. The caches of a call are held as
-readers while it runs, so their tables cannot move under the kernel.
+Everything is checked here; below this floor nothing is. First all arguments are converted, which may run
+the caller's code; then the caches are held as readers, so that their tables cannot move under the kernel, and
+sizes and addresses are looked at.
 """
 
 cimport numpy as cnp
-from libc.float cimport FLT_MIN
-from libc.math cimport isfinite, sqrt
+from libc.math cimport sqrt
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from pagedkv._arrays cimport (
-    as_float32, as_index, as_native, as_result, as_size, as_thread_count, check_apart, describe, empty_floats)
+    as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count, check_apart, check_float32,
+    check_out, describe, empty_floats)
 from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
     AttendOptions, AttendPlan, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
 from pagedkv._kernels.simd cimport SIMD_F32
 from pagedkv.sequence cimport PagedKvCache
-from pagedkv.store cimport PagedKvStore
-
-from numbers import Real
-
-import numpy as np
+from pagedkv.store cimport PagedKvStore, as_store
 
 cdef Py_ssize_t MAX_POSITIONS = 1 << 60  # sums of two stay far from overflow
 cdef Py_ssize_t MAX_ROWS = 1 << 40
+cdef str KV_WANTED = "float32 [s, width] or [s, n_kv_heads, head_dim]"
 
 
-def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_lens=None, scale=None, window=None,
+def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, window=None,
                     softcap=None, sinks=None, alibi_slopes=None, causal=True, out=None, return_lse=False,
                     n_threads=None):
     """Attention of a batch of sequences, straight through their block tables.
@@ -72,7 +70,8 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     Returns
     -------
     out : float32 array ``[n_rows, n_q_heads, v_head_dim]``
-        Zeros where nothing is visible.
+        Zeros where nothing is visible. A score that overflows to ``-inf`` hides its position too, so that a query all of
+        whose scores do gets zeros, and an ``lse`` of ``-inf``, where a softmax in NumPy or torch gives NaN.
     lse : float32 array ``[n_rows, n_q_heads]``, with ``return_lse``
         Natural logarithm of the sum of ``exp(score)``, sinks included; ``-inf`` where that sum is empty.
 
@@ -109,37 +108,39 @@ def paged_attention(q, PagedKvStore store not None, caches, *, layer=0, query_le
     >>> pagedkv.paged_attention(q, store, [cache]).tolist()
     [[[3.0, 4.0], [3.0, 4.0]]]
     """
+    cdef PagedKvStore home = as_store(store)
     cdef tuple batch = as_caches(caches)
     cdef Py_ssize_t n_caches = len(batch), n_reading = 0, n_rows, row = 0, i
-    cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+    cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
     cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
     cdef tuple lens = as_query_lens(1 if query_lens is None else query_lens, n_caches)
+    cdef Asked asked = as_asked(
+        q, home.head_dim, scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse)
     cdef PagedKvCache cache
     cdef QuerySpan* spans
     cdef PlanShelf shelf
     cdef KvView kv
     memset(&shelf, 0, sizeof(shelf))
     n_rows = as_size(sum(lens), "query_lens", 0, MAX_ROWS)
-    view_layer(&kv, store, index)
+    view_layer(&kv, home, index)
     spans = <QuerySpan*>calloc(max(n_caches, 1), sizeof(QuerySpan))
     if spans is NULL:
         raise MemoryError("caches: cannot allocate the plan of the batch")
     try:
         for i in range(n_caches):
             cache = <PagedKvCache>batch[i]
-            cache.begin_read(store)
+            cache.begin_read(home)
             n_reading += 1
             spans[i].query_len = lens[i]
             if spans[i].query_len > cache.length:
                 raise ValueError(f"query_lens[{i}]: expected at most the sequence's {cache.length} positions, "
                                  f"got {spans[i].query_len}")
-            spans[i].table = &cache.table[0] if cache.n_blocks else NULL
+            spans[i].table = cache.table
             spans[i].seq_len = cache.length
-            spans[i].first_position = cache.n_dropped * store.block_size
+            spans[i].first_position = cache.n_dropped * home.block_size
             spans[i].first_row = row
             row += spans[i].query_len
-        return attend_rows(q, &kv, &shelf, spans, n_caches, n_rows, scale, window, softcap, sinks, alibi_slopes, causal,
-                           out, return_lse, threads)
+        return attend(asked, &kv, &shelf, spans, n_caches, n_rows, threads)
     finally:
         for i in range(n_reading):
             (<PagedKvCache>batch[i]).end_read()
@@ -186,22 +187,24 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
     [[[1.0, 0.0]], [[0.5, 0.5]]]
     """
     cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
-    cdef cnp.ndarray q_rows = as_float32(q, "q", (None, None, None))
+    cdef Asked asked = as_asked(q, -1, scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse)
     cdef cnp.ndarray k_rows = as_kv(k, "k")
     cdef cnp.ndarray v_rows = as_kv(v, "v")
-    cdef Py_ssize_t n = len(q_rows), s = len(k_rows)
-    cdef Py_ssize_t k_width = k_rows.size // s if s else width_of(k_rows)
-    cdef Py_ssize_t v_width = v_rows.size // len(v_rows) if len(v_rows) else width_of(v_rows)
     cdef int32_t table = 0
-    cdef Py_ssize_t head_dim = q_rows.shape[2]
-    cdef Py_ssize_t n_kv_heads = k_rows.shape[1] if k_rows.ndim == 3 else k_width // max(1, head_dim)
     cdef QuerySpan span
     cdef PlanShelf shelf
     cdef KvView kv
     memset(&shelf, 0, sizeof(shelf))
+    # Nothing of the caller's runs any more.
+    check_float32(asked.q, "q", (None, None, None))
+    check_kv(k_rows, "k")
+    check_kv(v_rows, "v")
+    cdef Py_ssize_t n = asked.q.shape[0], head_dim = asked.q.shape[2], s = k_rows.shape[0]
+    cdef Py_ssize_t k_width = width_of(k_rows), v_width = width_of(v_rows)
+    cdef Py_ssize_t n_kv_heads = k_rows.shape[1] if k_rows.ndim == 3 else k_width // max(1, head_dim)
     if head_dim == 0 or n_kv_heads == 0 or k_width != n_kv_heads * head_dim:
         raise ValueError(f"k: expected heads of {head_dim} values, as q has, got {describe(k_rows)}")
-    if len(v_rows) != s or v_width == 0 or v_width % n_kv_heads or (
+    if v_rows.shape[0] != s or v_width == 0 or v_width % n_kv_heads or (
             v_rows.ndim == 3 and v_rows.shape[1] != n_kv_heads):
         raise ValueError(f"v: expected {s} rows of {n_kv_heads} heads, as k has, got {describe(v_rows)}")
     kv.dtype = SIMD_F32
@@ -209,10 +212,11 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
     kv.block_size = max(1, s)
     view_floats(&kv.k, k_rows, k_width, head_dim)
     view_floats(&kv.v, v_rows, v_width, v_width // n_kv_heads)
-    if as_flag(causal, "causal") and n > s:
+    if asked.options.causal and n > s:
         raise ValueError(f"q: expected at most the {s} rows of k while causal, got {n}")
     if out is not None:
-        check_apart(as_result(out, "out", (n, q_rows.shape[1], kv.v.head_dim)), "out", k_rows, "k")
+        as_result(out, "out", (n, asked.q.shape[1], kv.v.head_dim))
+        check_apart(out, "out", k_rows, "k")
         check_apart(out, "out", v_rows, "v")
     span.table = &table
     span.seq_len = s
@@ -220,8 +224,7 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
     span.query_len = n
     span.first_row = 0
     try:
-        return attend_rows(q_rows, &kv, &shelf, &span, 1, n, scale, window, softcap, sinks, alibi_slopes, causal, out,
-                           return_lse, threads)
+        return attend(asked, &kv, &shelf, &span, 1, n, threads)
     finally:
         free_plans(&shelf)
 
@@ -245,50 +248,68 @@ cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept:
     kv.n_kv_heads = store.n_kv_heads
 
 
-cdef object attend_rows(
-        object q, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans, Py_ssize_t n_rows,
-        object scale, object window, object softcap, object sinks, object alibi_slopes, object causal,
-        object out, object return_lse, int n_threads):
-    cdef cnp.ndarray q_rows = as_float32(q, "q", (n_rows, None, kv.k.head_dim))
-    cdef Py_ssize_t n_q_heads = q_rows.shape[1]
-    cdef cnp.ndarray result, lse, sink_row, slope_row
-    cdef AttendOptions options
-    cdef const AttendPlan* plan
-    cdef float* lse_data = NULL
-    cdef bint failed = True
-    if n_q_heads == 0 or n_q_heads % kv.n_kv_heads:
-        raise ValueError(f"q: expected a multiple of {kv.n_kv_heads} heads, got {describe(q_rows)}")
-    options.scale = 1 / sqrt(kv.k.head_dim) if scale is None else as_real(scale, "scale", False)
+cdef class Asked:
+    """What a call asks. See attention.pxd."""
+
+
+cdef Asked as_asked(
+        object q, Py_ssize_t head_dim, object scale, object window, object softcap, object sinks, object alibi_slopes,
+        object causal, object out, object return_lse):
+    cdef Asked asked = Asked.__new__(Asked)
+    cdef AttendOptions* options = &asked.options
+    asked.q = as_float32(q, "q", (None, None, None if head_dim < 0 else head_dim))
+    n_q_heads = asked.q.shape[1]
+    options.scale = 1 / sqrt(asked.q.shape[2]) if scale is None else as_real(scale, "scale", False)
     options.softcap = 0 if softcap is None else as_real(softcap, "softcap", True)
     options.window = 0 if window is None else as_size(window, "window", 1, MAX_POSITIONS)
     options.causal = as_flag(causal, "causal")
-    options.sinks = options.alibi_slopes = NULL
+    asked.return_lse = as_flag(return_lse, "return_lse")
     if sinks is not None:
-        sink_row = as_float32(sinks, "sinks", (n_q_heads,))
-        options.sinks = <const float*>cnp.PyArray_DATA(sink_row)
+        asked.sinks = as_float32(sinks, "sinks", (n_q_heads,))
     if alibi_slopes is not None:
-        slope_row = as_float32(alibi_slopes, "alibi_slopes", (n_q_heads,))
-        options.alibi_slopes = <const float*>cnp.PyArray_DATA(slope_row)
+        asked.alibi_slopes = as_float32(alibi_slopes, "alibi_slopes", (n_q_heads,))
+    check_out(out, "out")
+    asked.out = out
+    return asked
+
+
+cdef object attend(Asked asked, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans,
+                   Py_ssize_t n_rows, int n_threads):
+    cdef cnp.ndarray q = asked.q, result, lse
+    cdef Py_ssize_t n_q_heads = q.shape[1] if q.ndim == 3 else 0
+    cdef AttendOptions options = asked.options
+    cdef const AttendPlan* plan
+    cdef float* lse_data = NULL
+    cdef bint failed = True
     check_readable(spans, n_spans, &options)
-    result = as_result(out, "out", (n_rows, n_q_heads, kv.v.head_dim))
-    if out is not None:
-        check_apart(result, "out", q_rows, "q")
-        if sinks is not None:
-            check_apart(result, "out", sink_row, "sinks")
-        if alibi_slopes is not None:
-            check_apart(result, "out", slope_row, "alibi_slopes")
-    if as_flag(return_lse, "return_lse"):
+    if n_q_heads == 0 or n_q_heads % kv.n_kv_heads:
+        raise ValueError(f"q: expected a multiple of {kv.n_kv_heads} heads, got {describe(q)}")
+    check_float32(q, "q", (n_rows, n_q_heads, kv.k.head_dim))
+    result = as_result(asked.out, "out", (n_rows, n_q_heads, kv.v.head_dim))
+    check_apart(result, "out", q, "q")
+    options.sinks = read_heads(asked.sinks, "sinks", n_q_heads, result)
+    options.alibi_slopes = read_heads(asked.alibi_slopes, "alibi_slopes", n_q_heads, result)
+    if asked.return_lse:
         lse = empty_floats((n_rows, n_q_heads))
         lse_data = <float*>cnp.PyArray_DATA(lse)
     with nogil:
         plan = find_plan(shelf, kv, spans, n_spans, n_q_heads, &options)
         if plan is not NULL:
             failed = run_attend(
-                plan, <float*>cnp.PyArray_DATA(result), lse_data, <const float*>cnp.PyArray_DATA(q_rows), kv, &options,
+                plan, <float*>cnp.PyArray_DATA(result), lse_data, <const float*>cnp.PyArray_DATA(q), kv, &options,
                 n_threads)
     if failed:
         raise MemoryError("attention: cannot allocate the memory for intermediate sums")
     return result if lse_data is NULL else (result, lse)
+
+
+cdef const float* read_heads(cnp.ndarray values, str name, Py_ssize_t n_q_heads, cnp.ndarray result) except? NULL:
+    """The address of a number for each query head; NULL for None."""
+    if values is None:
+        return NULL
+    check_float32(values, name, (n_q_heads,))
+    check_apart(result, "out", values, name)
+    return <const float*>cnp.PyArray_DATA(values)
 
 
 cdef int check_readable(const QuerySpan* spans, Py_ssize_t n_spans, const AttendOptions* options) except -1:
@@ -312,9 +333,8 @@ cdef int check_readable(const QuerySpan* spans, Py_ssize_t n_spans, const Attend
 cdef tuple as_caches(caches):
     if isinstance(caches, PagedKvCache):
         return (caches,)
-    if not hasattr(caches, "__iter__"):
-        raise TypeError(f"caches: expected a PagedKvCache or several of them, got {describe(caches)}")
-    batch = tuple(caches)  # what is checked is what is used, whatever it would say the next time
+    # What is checked is what is used, whatever it would say the next time.
+    batch = as_items(caches, "caches", "a PagedKvCache or several of them")
     for i, cache in enumerate(batch):
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")
@@ -326,7 +346,8 @@ cdef tuple as_query_lens(query_lens, Py_ssize_t n):
         return (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
     if not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
         raise TypeError(f"query_lens: expected an integer or one for each cache, got {describe(query_lens)}")
-    lens = tuple([as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(query_lens)])
+    given = as_items(query_lens, "query_lens", "an integer or one for each cache")
+    lens = tuple([as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(given)])
     if len(lens) != n:
         raise ValueError(f"query_lens: expected {n} lengths, one for each cache, got {len(lens)}")
     return lens
@@ -334,36 +355,19 @@ cdef tuple as_query_lens(query_lens, Py_ssize_t n):
 
 cdef cnp.ndarray as_kv(array, str name):
     """K or V of `attention`: [s, width] or [s, heads, dim]."""
-    cdef object rows = as_native(array, name, "float32 [s, width] or [s, n_kv_heads, head_dim]")
+    return as_float32(as_native(array, name, KV_WANTED), name, None)
+
+
+cdef int check_kv(cnp.ndarray rows, str name) except -1:
     if rows.ndim not in (2, 3):
-        raise ValueError(f"{name}: expected float32 [s, width] or [s, n_kv_heads, head_dim], got {describe(rows)}")
-    return as_float32(rows, name, (None,) * rows.ndim)
+        raise ValueError(f"{name}: expected {KV_WANTED}, got {describe(rows)}")
+    check_float32(rows, name, None)
+    return 0
 
 
 cdef Py_ssize_t width_of(cnp.ndarray rows) except -1:
     """Values of a row, where there may be no row."""
     width = 1
-    for n in (<object>rows).shape[1:]:
-        width *= n
+    for i in range(1, rows.ndim):
+        width *= rows.shape[i]
     return width
-
-
-cdef float as_real(value, str name, bint positive) except? -1:
-    """A finite number; one of at least the smallest normal float32, if it has to be positive."""
-    cdef str expected = "a positive number" if positive else "a finite number"
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected {expected}, got {describe(value)}")
-    cdef float number
-    try:
-        number = <double>float(value)
-    except OverflowError:
-        number = float("inf")
-    if not isfinite(number) or (positive and number < FLT_MIN):
-        raise ValueError(f"{name}: expected {expected} in the range of float32, got {value!r}")
-    return number
-
-
-cdef bint as_flag(value, str name) except? -1:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
-    return bool(value)

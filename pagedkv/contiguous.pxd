@@ -1,3 +1,6 @@
+cimport numpy as cnp
+
+
 cdef class KvBlockPool:
     cdef object __weakref__
     cdef readonly Py_ssize_t block_size, total_blocks, held
@@ -17,11 +20,21 @@ cdef class KvCache:
     cdef Py_ssize_t pool_blocks         # held of the pool's budget
     cdef Py_ssize_t usable              # positions that memory and budget cover
     cdef Py_ssize_t planned             # positions that were planned for; -1 for none, or once exceeded
+    cdef Py_ssize_t users               # 0 idle, -1 a call that changes it
 
-    # Room for n positions in all; seq_len is as it was. The rows written so far move along.
-    cdef int make_room(self, Py_ssize_t n) except -1
-    cdef int set_rows(self, object k, object v) except -1
-    # seq_len becomes n; rows past the old one are not written yet.
-    cdef int resize(self, Py_ssize_t n) except -1
-    # ValueError, naming `out`, unless the heads are these.
+    # For whoever overwrites all rows, n of them: takes the guard, or RuntimeError; then everything that can fail. Between
+    # the two k_rows and v_rows have room for them.
+    cdef int begin_overwriting(self, Py_ssize_t n) except -1
+    cdef void end_overwriting(self, Py_ssize_t n) noexcept
+    # ValueError, naming `out`, unless the heads are these; RuntimeError if it has none yet.
     cdef int check_heads(self, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim) except -1
+
+    cdef int check_made(self) except -1
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n) except -1
+    # Room for n positions in all, for a caller with the guard; seq_len is as it was, and the rows written so far move
+    # along. Rows that are to be written there, or None, are looked at again: making room may have run somebody's code.
+    cdef int make_room(self, Py_ssize_t n, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_new) except -1
+    cdef int write(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n) except -1
+    cdef int set_empty(self, Py_ssize_t k_width, Py_ssize_t v_width) except -1
+    cdef void set_len(self, Py_ssize_t n) noexcept
+    cdef void set_rows(self, object k, object v, float[:, ::1] k_rows, float[:, ::1] v_rows) noexcept

@@ -1,17 +1,17 @@
 """KvCache: one sequence's K/V in private contiguous rows. KvBlockPool: a budget that such caches share."""
 
 cimport cython
-from libc.string cimport memcpy
-
-from pagedkv._arrays cimport as_native, as_rows, as_size, as_step, describe, empty_rows
-from pagedkv._kernels.simd cimport SIMD_F32
 cimport numpy as cnp
+from libc.string cimport memcpy, memmove
 
-import numpy as np
+from pagedkv._arrays cimport as_native, as_rows, as_size, check_rows, describe, empty_rows
+from pagedkv._guard cimport enter_writer, leave_writer
+from pagedkv._kernels.simd cimport SIMD_F32
 
 from pagedkv.errors import KvPoolExhausted
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
+cdef Py_ssize_t NOGIL_FROM = 64 << 10  # bytes; below, releasing the GIL costs more than it gains others
 
 
 cdef class KvBlockPool:
@@ -131,7 +131,9 @@ cdef class KvCache:
     -----
     Memory grows by doubling; rows that were never written cost none.
 
-    Threads: a cache belongs to one thread at a time.
+    Threads: a cache belongs to one thread at a time. A method that would change it while another call does, or while
+    rows are copied into it, raises RuntimeError and changes nothing. Its length and its views may be looked at by any
+    thread: a view keeps its memory.
 
     Examples
     --------
@@ -144,19 +146,26 @@ cdef class KvCache:
 
     def __cinit__(self):
         self.planned = -1
-        self.set_rows(empty_rows((0, 0)), empty_rows((0, 0)))
+        self.set_empty(0, 0)
 
     def __init__(self, n_kv_heads, head_dim, *, v_head_dim=None):
         cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
         cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
-        if self.n_kv_heads:  # asked last: what came before may have run the caller's code
-            raise RuntimeError("KvCache: __init__ runs once")
-        self.set_rows(empty_rows((0, int(heads) * int(k_dim))), empty_rows((0, int(heads) * int(v_dim))))
-        self.seq_len = self.usable = 0
-        self.n_kv_heads = heads
-        self.head_dim = k_dim
-        self.v_head_dim = v_dim
+        for name, dim in (("head_dim", k_dim), ("v_head_dim", v_dim)):
+            if dim > MAX_SIZE // heads:
+                raise ValueError(f"{name}: expected at most {MAX_SIZE // heads} with {heads} heads, so that a row can be "
+                                 f"addressed, got {dim}")
+        enter_writer(self, &self.users)
+        try:
+            if self.n_kv_heads:  # asked last: what came before may have run the caller's code
+                raise RuntimeError("KvCache: __init__ runs once")
+            self.set_empty(heads * k_dim, heads * v_dim)
+            self.n_kv_heads = heads
+            self.head_dim = k_dim
+            self.v_head_dim = v_dim
+        finally:
+            leave_writer(self, &self.users)
 
     def __dealloc__(self):
         if self.pool is not None:
@@ -184,8 +193,13 @@ cdef class KvCache:
         """
         cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_SIZE)
         cdef KvCache cache = cls(n_kv_heads, head_dim, v_head_dim=v_head_dim)
-        cache.make_room(n)
-        cache.planned = n
+        cache.check_made()
+        enter_writer(cache, &cache.users)
+        try:
+            cache.make_room(n, None, None, 0)
+            cache.planned = n
+        finally:
+            leave_writer(cache, &cache.users)
         return cache
 
     @classmethod
@@ -221,11 +235,16 @@ cdef class KvCache:
         cdef KvCache cache = cls(n_kv_heads, head_dim, v_head_dim=v_head_dim)
         cdef Py_ssize_t size = (<KvBlockPool>pool).block_size
         cdef Py_ssize_t n_blocks = max(1, (n + size - 1) // size)
-        (<KvBlockPool>pool).take(n_blocks)
-        cache.pool = pool  # from here on the budget goes back with the cache
-        cache.pool_blocks = n_blocks
-        cache.make_room(n_blocks * size)
-        cache.planned = n
+        cache.check_made()
+        enter_writer(cache, &cache.users)
+        try:
+            if cache.pool is not None or cache.usable:
+                raise RuntimeError("KvCache: with_pool makes a new cache, and got one that is in use")
+            cache.pool = pool
+            cache.make_room(n_blocks * size, None, None, 0)
+            cache.planned = n
+        finally:
+            leave_writer(cache, &cache.users)
         return cache
 
     # --- what it is ---
@@ -233,17 +252,23 @@ cdef class KvCache:
     @property
     def k(self):
         """The keys: a read-only float32 view ``[seq_len, n_kv_heads * head_dim]``. Later rows are not in it."""
-        return self.k_array[:self.seq_len]
+        with cython.critical_section(self):
+            rows, n = self.k_array, self.seq_len
+        return rows[:n]
 
     @property
     def v(self):
         """The values: a read-only float32 view ``[seq_len, n_kv_heads * v_head_dim]``. Later rows are not in it."""
-        return self.v_array[:self.seq_len]
+        with cython.critical_section(self):
+            rows, n = self.v_array, self.seq_len
+        return rows[:n]
 
     @property
     def allocated_bytes(self):
         """Bytes set aside for K and V, used or not."""
-        return self.k_rows.shape[0] * (self.k_rows.shape[1] + self.v_rows.shape[1]) * sizeof(float)
+        with cython.critical_section(self):
+            k, v = self.k_array, self.v_array
+        return k.nbytes + v.nbytes
 
     @property
     def is_within_planned_capacity(self):
@@ -272,17 +297,16 @@ cdef class KvCache:
         KvPoolExhausted
             One more block of the pool was needed. Nothing was changed.
         TypeError, ValueError, MemoryError
-            Another dtype or shape; no memory to grow.
+            Another dtype or shape; no memory to grow. Nothing was changed.
+        RuntimeError
+            In use by another call. Nothing was changed.
         """
-        cdef cnp.ndarray k = as_step(k_step, "k_step", SIMD_F32, 1, self.n_kv_heads, self.head_dim)
-        cdef cnp.ndarray v = as_step(v_step, "v_step", SIMD_F32, 1, self.n_kv_heads, self.v_head_dim)
-        if self.seq_len == self.usable:
-            self.make_room(self.seq_len + 1)
-        memcpy(&self.k_rows[self.seq_len, 0], cnp.PyArray_DATA(k), self.k_rows.shape[1] * sizeof(float))
-        memcpy(&self.v_rows[self.seq_len, 0], cnp.PyArray_DATA(v), self.v_rows.shape[1] * sizeof(float))
-        self.seq_len += 1
-        if self.seq_len > self.planned:
-            self.planned = -1
+        self.check_made()
+        cdef cnp.ndarray k = as_rows(k_step, "k_step", SIMD_F32, 1, -1, self.n_kv_heads, self.head_dim)
+        cdef cnp.ndarray v = as_rows(v_step, "v_step", SIMD_F32, 1, -1, self.n_kv_heads, self.v_head_dim)
+        if v is not v_step:  # the caller's code may have run, and changed k
+            self.check_given(k, v, -1)
+        self.write(k, v, -1)
 
     def extend(self, k, v):
         """Append ``n`` positions at once, all or none.
@@ -294,17 +318,17 @@ cdef class KvCache:
 
         Raises
         ------
-        KvPoolExhausted, TypeError, ValueError, MemoryError
+        KvPoolExhausted, TypeError, ValueError, MemoryError, RuntimeError
             As for `push`. Nothing was changed.
         """
-        cdef object rows = as_native(k, "k", f"float32 [n, {self.k_rows.shape[1]}]")
+        self.check_made()
+        cdef object rows = as_native(k, "k", f"float32 [n, {self.n_kv_heads * self.head_dim}]")
         cdef Py_ssize_t n = len(rows) if rows.ndim else 0
-        k_new = as_rows(rows, "k", SIMD_F32, 1, n, self.n_kv_heads, self.head_dim)[0]
-        v_new = as_rows(v, "v", SIMD_F32, 1, n, self.n_kv_heads, self.v_head_dim)[0]
-        cdef Py_ssize_t start = self.seq_len
-        self.resize(start + n)
-        np.asarray(self.k_rows)[start:start + n] = k_new
-        np.asarray(self.v_rows)[start:start + n] = v_new
+        cdef cnp.ndarray k_new = as_rows(rows, "k", SIMD_F32, 1, n, self.n_kv_heads, self.head_dim)
+        cdef cnp.ndarray v_new = as_rows(v, "v", SIMD_F32, 1, n, self.n_kv_heads, self.v_head_dim)
+        if v_new is not v:
+            self.check_given(k_new, v_new, n)
+        self.write(k_new, v_new, n)
 
     def truncate(self, n):
         """Cut the sequence to its first ``n`` positions; memory and budget stay.
@@ -318,72 +342,158 @@ cdef class KvCache:
         ------
         TypeError, ValueError
             No integer, or above ``seq_len``.
+        RuntimeError
+            In use by another call.
         """
-        self.seq_len = as_size(n, "n", 0, self.seq_len)
+        cdef Py_ssize_t size = as_size(n, "n", 0, MAX_SIZE)
+        enter_writer(self, &self.users)
+        cdef Py_ssize_t most = self.seq_len
+        self.seq_len = min(size, most)
+        leave_writer(self, &self.users)
+        if size > most:
+            raise ValueError(f"n: expected an integer from 0 to {most}, got {size}")
 
     def clear(self):
-        """Cut the sequence to nothing; memory and budget stay."""
+        """Cut the sequence to nothing; memory and budget stay. RuntimeError while another call changes it."""
+        enter_writer(self, &self.users)
         self.seq_len = 0
+        leave_writer(self, &self.users)
 
     def release_to_pool(self):
         """Give the whole budget back, and the memory with it. A second time it does nothing.
 
         A cache without a pool only gives its memory back. A later push draws on the pool again.
-        """
-        cdef Py_ssize_t n = self.pool_blocks
-        self.set_rows(empty_rows((0, self.k_rows.shape[1])), empty_rows((0, self.v_rows.shape[1])))
-        self.seq_len = 0
-        self.pool_blocks = 0
-        self.planned = -1
-        self.usable = 0
-        if self.pool is not None:
-            self.pool.give_back(n)
 
-    cdef int make_room(self, Py_ssize_t n) except -1:
-        cdef Py_ssize_t allocated = self.k_rows.shape[0], used = self.seq_len, n_blocks = 0
+        Raises
+        ------
+        RuntimeError
+            In use by another call. Nothing was changed.
+        """
+        enter_writer(self, &self.users)
+        try:
+            self.set_empty(self.k_rows.shape[1], self.v_rows.shape[1])
+            if self.pool is not None:
+                self.pool.give_back(self.pool_blocks)
+            self.seq_len = self.usable = self.pool_blocks = 0
+            self.planned = -1
+        finally:
+            leave_writer(self, &self.users)
+
+    # --- at C level ---
+
+    cdef int check_made(self) except -1:
+        if self.n_kv_heads == 0:
+            raise RuntimeError("KvCache: its __init__ has not run")
+        return 0
+
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n) except -1:
+        check_rows(k, "k_step" if n < 0 else "k", SIMD_F32, 1, n, self.n_kv_heads, self.head_dim)
+        check_rows(v, "v_step" if n < 0 else "v", SIMD_F32, 1, n, self.n_kv_heads, self.v_head_dim)
+        return 0
+
+    cdef int write(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n) except -1:
+        """Append n rows, or a step for -1, that were checked: all that can fail, then the bytes, then the length."""
+        cdef Py_ssize_t count = 1 if n < 0 else n
+        cdef Py_ssize_t k_row = self.k_rows.shape[1] * sizeof(float), v_row = self.v_rows.shape[1] * sizeof(float)
+        cdef char* k_dst
+        cdef char* v_dst
+        cdef const char* k_src
+        cdef const char* v_src
+        enter_writer(self, &self.users)
+        try:
+            if count > self.usable - self.seq_len:
+                self.make_room(self.seq_len + count, k, v, n)
+            k_src, v_src = <const char*>cnp.PyArray_DATA(k), <const char*>cnp.PyArray_DATA(v)
+            k_dst = <char*>cnp.PyArray_DATA(<cnp.ndarray>self.k_array) + self.seq_len * k_row
+            v_dst = <char*>cnp.PyArray_DATA(<cnp.ndarray>self.v_array) + self.seq_len * v_row
+            # Not memcpy: they may be rows of this cache, from before it was truncated.
+            if count * (k_row + v_row) < NOGIL_FROM:
+                memmove(k_dst, k_src, count * k_row)
+                memmove(v_dst, v_src, count * v_row)
+            else:
+                with nogil:
+                    memmove(k_dst, k_src, count * k_row)
+                    memmove(v_dst, v_src, count * v_row)
+            self.set_len(self.seq_len + count)
+        finally:
+            leave_writer(self, &self.users)
+        return 0
+
+    cdef int make_room(self, Py_ssize_t n, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_new) except -1:
+        cdef Py_ssize_t allocated = self.k_rows.shape[0], n_blocks = 0
+        cdef float[:, ::1] k_rows = self.k_rows, v_rows = self.v_rows
+        cdef object k_array = self.k_array, v_array = self.v_array
         if n <= self.usable:
             return 0
-        k, v = self.k_array, self.v_array
-        if n > allocated:
-            # The first allocation is exact, it may be a plan; growth doubles.
-            allocated = max(n, 2 * allocated)
-            k = empty_rows((allocated, self.k_rows.shape[1]))
-            v = empty_rows((allocated, self.v_rows.shape[1]))
-            k[:used] = self.k_array[:used]
-            v[:used] = self.v_array[:used]
         if self.pool is not None:
             n_blocks = max(0, (n + self.pool.block_size - 1) // self.pool.block_size - self.pool_blocks)
             self.pool.take(n_blocks)
-            self.pool_blocks += n_blocks
-            allocated = min(allocated, self.pool_blocks * self.pool.block_size)
-        if k is not self.k_array:
-            self.set_rows(k, v)
-        self.usable = allocated
+        try:
+            if n > allocated:
+                # The first allocation is exact, it may be a plan; growth doubles.
+                allocated = max(n, 2 * allocated)
+                k_array = empty_rows((allocated, self.k_rows.shape[1]))
+                v_array = empty_rows((allocated, self.v_rows.shape[1]))
+                k_rows, v_rows = k_array, v_array
+                if self.seq_len:
+                    memcpy(&k_rows[0, 0], &self.k_rows[0, 0], self.seq_len * k_rows.shape[1] * sizeof(float))
+                    memcpy(&v_rows[0, 0], &self.v_rows[0, 0], self.seq_len * v_rows.shape[1] * sizeof(float))
+                seal(k_array), seal(v_array)
+            if k is not None:
+                self.check_given(k, v, n_new)
+        except BaseException:
+            if self.pool is not None:
+                self.pool.give_back(n_blocks)
+            raise
+        self.set_rows(k_array, v_array, k_rows, v_rows)
+        self.pool_blocks += n_blocks
+        self.usable = allocated if self.pool is None else min(allocated, self.pool_blocks * self.pool.block_size)
         return 0
 
-    cdef int set_rows(self, object k, object v) except -1:
+    cdef int set_empty(self, Py_ssize_t k_width, Py_ssize_t v_width) except -1:
+        k, v = empty_rows((0, k_width)), empty_rows((0, v_width))
         cdef float[:, ::1] k_rows = k, v_rows = v
-        for rows in (k, v):
-            # Views that are handed out must not be made writable again: NumPy asks the owner.
-            (<object>rows).base.flags.writeable = False
-            (<object>rows).flags.writeable = False
-        self.k_rows, self.v_rows = k_rows, v_rows
-        self.k_array, self.v_array = k, v
+        seal(k), seal(v)
+        self.set_rows(k, v, k_rows, v_rows)
         return 0
 
-    cdef int resize(self, Py_ssize_t n) except -1:
-        self.make_room(n)
+    cdef void set_rows(self, object k, object v, float[:, ::1] k_rows, float[:, ::1] v_rows) noexcept:
+        with cython.critical_section(self):
+            self.k_rows, self.v_rows = k_rows, v_rows
+            self.k_array, self.v_array = k, v
+
+    cdef void set_len(self, Py_ssize_t n) noexcept:
         self.seq_len = n
         if n > self.planned:
             self.planned = -1
+
+    cdef int begin_overwriting(self, Py_ssize_t n) except -1:
+        enter_writer(self, &self.users)
+        try:
+            self.make_room(n, None, None, 0)
+        except BaseException:
+            leave_writer(self, &self.users)
+            raise
         return 0
 
+    cdef void end_overwriting(self, Py_ssize_t n) noexcept:
+        self.set_len(n)
+        leave_writer(self, &self.users)
+
     cdef int check_heads(self, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim) except -1:
+        self.check_made()
         if (self.n_kv_heads, self.head_dim, self.v_head_dim) != (n_kv_heads, head_dim, v_head_dim):
             raise ValueError(
                 f"out: expected a KvCache of {n_kv_heads} heads of {head_dim} and {v_head_dim} values, "
                 f"got {self.n_kv_heads} heads of {self.head_dim} and {self.v_head_dim}")
         return 0
+
+
+cdef object seal(object rows):
+    """Views that are handed out must not be made writable again: NumPy asks the owner."""
+    rows.base.flags.writeable = False
+    rows.flags.writeable = False
+    return rows
 
 
 cdef extern from "Python.h":

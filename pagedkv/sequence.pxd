@@ -1,5 +1,74 @@
-from pagedkv._table cimport BlockTable
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t
+
+from pagedkv.store cimport PagedKvStore
+
+cdef extern from *:
+    """
+    /* Positions and lengths stay below this, so that sums of a few are far from overflow. */
+    #define PAGEDKV_MAX_POSITIONS (PY_SSIZE_T_MAX / 4)
+    """
+    const Py_ssize_t MAX_POSITIONS "PAGEDKV_MAX_POSITIONS"
 
 
-cdef class PagedKvCache(BlockTable):
-    pass
+cdef inline Py_ssize_t blocks_for(Py_ssize_t n_positions, Py_ssize_t block_size) noexcept:
+    """Blocks that hold so many positions; 0 for none, whatever the block size."""
+    return (n_positions + block_size - 1) // block_size if n_positions else 0
+
+
+# What a sequence becomes by growing. `stage` fills it in, out of sight; `commit` or `rollback` ends it.
+cdef struct Growth:
+    Py_ssize_t n_new            # positions
+    Py_ssize_t n_missing        # blocks that are taken for those past the capacity
+    Py_ssize_t n_copies         # blocks that are taken to copy those that others hold too
+    int32_t* table              # of the sequence as it will be: its own with more behind its end, or a copy of it
+
+
+cdef class PagedKvCache:
+    cdef object __weakref__
+    # The store whose blocks the table names. None while it names none, and for adopted blocks until a store is seen.
+    cdef readonly PagedKvStore store
+    cdef int32_t* table             # n_blocks entries in use; those before n_dropped were given back
+    cdef Py_ssize_t room            # entries that it has memory for
+    cdef Py_ssize_t n_blocks
+    cdef Py_ssize_t n_dropped
+    cdef Py_ssize_t length
+    cdef Py_ssize_t block_size      # of the blocks in the table
+    cdef Py_ssize_t users           # 0 idle, n readers, -1 a writer
+
+    # The guard: RuntimeError, at once, if it cannot be had. ValueError if the blocks held are not the store's.
+    cdef int begin_read(self, PagedKvStore store) except -1
+    cdef void end_read(self) noexcept
+    cdef int begin_write(self, PagedKvStore store) except -1
+    cdef void end_write(self) noexcept
+    cdef int lock_write(self) except -1
+    cdef int bind(self, PagedKvStore store) except -1
+
+    # Growing, by `growth.n_new` positions: `measure` says how many blocks that takes; then `stage`, below.
+    cdef Py_ssize_t measure(self, PagedKvStore store, Growth* growth) noexcept
+    cdef int make_room(self, Growth* growth) except -1
+    cdef void place(self, PagedKvStore store, Growth* growth, const int32_t* taken) noexcept
+    # The sequence has the blocks, and the first n_written of its new positions. No longer, or again, as it was.
+    cdef void commit(self, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept
+    cdef void rollback(self, PagedKvStore store, Growth* growth) noexcept
+    cdef void drop_room(self, Growth* growth) noexcept
+
+    # Its blocks from now on, whose references it has; what it held before was given back. The table's memory is its own.
+    cdef void become(self, PagedKvStore store, int32_t* table, Py_ssize_t n_blocks, Py_ssize_t n_dropped,
+                     Py_ssize_t length, Py_ssize_t block_size) noexcept
+    cdef int give_back_from(self, Py_ssize_t first) except -1
+    cdef int fork_into(self, PagedKvCache other) except -1
+    cdef int end_growth(self, PagedKvStore store) except -1
+
+
+# Growths of a batch, n pointers to PagedKvCache, each of which says how many new positions: all of them or, raising PagedStoreExhausted or
+# MemoryError, none. Every cache is locked by the caller, each is there once. Returns the number of blocks taken. Runs no
+# code but this.
+cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1
+
+# Each cache becomes a fork of what another one of the batch, its source, is now: all or none. All are locked, the sources
+# that are not in the batch for reading. PagedKvError, OverflowError, MemoryError.
+cdef int fork_all(tuple caches, tuple sources) except -1
+
+# Memory for a table of so many entries; MemoryError.
+cdef int32_t* new_table(Py_ssize_t n) except NULL

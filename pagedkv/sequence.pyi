@@ -2,14 +2,14 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 from pagedkv._arrays import _BlockIds, _Rows
-from pagedkv._table import BlockTable
 from pagedkv.contiguous import KvCache
 from pagedkv.store import PagedKvStore
 
-class PagedKvCache(BlockTable):
+@disjoint_base
+class PagedKvCache:
     @property
     def store(self) -> PagedKvStore | None: ...
     @property

@@ -1,32 +1,43 @@
-"""PagedKvCache: one sequence, in the words of the specification.
+"""PagedKvCache: one sequence, in the words of the specification: a block table, a length, and the guard that keeps calls apart.
 
-The table, its blocks and its guard are `BlockTable`'s, which this class makes public. Every method
-follows one order: check the arguments, take the guard, take blocks, move bytes, commit.
+    table    [ -1 | -1 |  7 |  3 |  9 | 12 ]        n_blocks = 6, n_dropped = 2
+               dropped   read......  ^   ^
+                                     |   reserved: held, past the length
+                                     tail: part-full
+
+A table holds one reference to every block it names. It grows in one way, whoever asks: `stage` takes the blocks of a
+whole batch, out of sight, and copies those that others hold too; `commit` makes them the sequence's, `rollback` gives
+them back. And it changes hands in one way: `fork_all`. Nobody else writes a table, a length or a guard.
+
+A public method goes in one order: it converts what the caller gave, looks at it, takes the guard, stages, moves bytes, and
+commits.
 """
 
 cimport cython
 cimport numpy as cnp
+from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids
+from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows
-from pagedkv._store cimport NOGIL_FROM
-from pagedkv._table cimport MAX_POSITIONS, BlockTable, blocks_for, check_adopted
 from pagedkv.contiguous cimport KvCache
-from pagedkv.store cimport PagedKvStore
+from pagedkv.store cimport NOGIL_FROM, PagedKvStore, as_store
+
+from collections import Counter
 
 
-@cython.no_gc_clear
-cdef class PagedKvCache(BlockTable):
+@cython.no_gc_clear  # the blocks go back to the store when the sequence goes: it must still be there
+cdef class PagedKvCache:
     """PagedKvCache()\n--\n
     One sequence in a `PagedKvStore`: a block table and a length. Holds no K/V itself.
 
-    Every method that touches blocks takes the store as its first argument, which has to be the
-    same one for as long as the cache holds blocks. Garbage collection gives the blocks back, as
-    `release` does.
+    Every method that touches blocks takes the store as its first argument, which has to be the same one for as long as
+    the cache holds blocks. Garbage collection gives the blocks back, as `release` does.
 
     Attributes
     ----------
@@ -35,9 +46,8 @@ cdef class PagedKvCache(BlockTable):
 
     Notes
     -----
-    Threads: a cache belongs to one thread at a time, its store to all of them. A method called
-    while a `Step` or an attention call is running on the cache raises RuntimeError and changes
-    nothing. Its table and length may be looked at by any thread.
+    Threads: a cache belongs to one thread at a time, its store to all of them. A method called while a `Step` or an
+    attention call runs on the cache raises RuntimeError and changes nothing. Any thread may look at its table and length.
 
     Method: the block table of Kwon et al., SOSP 2023, section 4, as `PagedKvStore` has it.
 
@@ -55,6 +65,11 @@ cdef class PagedKvCache(BlockTable):
 
     def __init__(self):
         pass
+
+    def __dealloc__(self):
+        if self.store is not None and self.n_dropped < self.n_blocks:
+            self.store.drop_each(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
+        free(self.table)
 
     # --- what it is ---
 
@@ -85,7 +100,7 @@ cdef class PagedKvCache(BlockTable):
         with cython.critical_section(self):
             n = min(n, self.n_blocks)
             if n:
-                memcpy(cnp.PyArray_DATA(table), &self.table[0], n * sizeof(int32_t))
+                memcpy(cnp.PyArray_DATA(table), self.table, n * sizeof(int32_t))
         table = table[:n]
         table.flags.writeable = False
         return table
@@ -97,7 +112,7 @@ cdef class PagedKvCache(BlockTable):
 
     # --- growing ---
 
-    def push(self, PagedKvStore store not None, k_step, v_step):
+    def push(self, store, k_step, v_step):
         """Append one position's key and value: ``seq_len`` grows by 1.
 
         Parameters
@@ -115,29 +130,35 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             Rows of another dtype or shape; another store; in use by a running call. Nothing was changed.
         """
-        cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k = store.given_step(k_step, "k_step", k_rows)
-        cdef cnp.ndarray v = store.given_step(v_step, "v_step", v_rows)
-        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
+        cdef PagedKvStore home = as_store(store)
+        home.end_terms_if_short(1)
+        if not home.holds(k_step, v_step, home.n_layers, -1):
+            k_step = home.given_k(k_step, home.n_layers, -1)
+            v_step = home.given_v(v_step, home.n_layers, -1, k_step)
+        cdef BlockRows k_rows = home.k, v_rows = home.v
+        cdef GivenRows k_given = k_rows.given(<cnp.ndarray>k_step), v_given = v_rows.given(<cnp.ndarray>v_step)
+        cdef Growth growth
+        cdef PyObject* one = <PyObject*>self
         cdef Py_ssize_t row
-        self.begin_write(store)
+        growth.n_new = 1
+        self.begin_write(home)
         try:
-            self.prepare(store, 1)
-            row = self.table[self.length // self.block_size] * self.block_size + self.length % self.block_size
-            if store.step_bytes < NOGIL_FROM:
+            if self.measure(home, &growth):
+                stage(home, &one, 1, &growth)
+            row = growth.table[self.length // home.block_size] * home.block_size + self.length % home.block_size
+            if home.step_bytes < NOGIL_FROM:
                 k_rows.put(row, k_given)
                 v_rows.put(row, v_given)
             else:
                 with nogil:
                     k_rows.put(row, k_given)
                     v_rows.put(row, v_given)
-            self.length += 1
+            self.commit(home, &growth, 1)
         finally:
             self.end_write()
-        if store.debug:
-            store.check((self,))
+        self.end_growth(home)
 
-    def append_contiguous(self, PagedKvStore store not None, k, v, count):
+    def append_contiguous(self, store, k, v, count):
         """Append ``count`` positions in one go: the inverse of `to_contiguous`.
 
         Parameters
@@ -157,26 +178,31 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             As for `push`.
         """
+        cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
-        cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k_array = store.given_rows(k, "k", k_rows, store.n_layers, n)
-        cdef cnp.ndarray v_array = store.given_rows(v, "v", v_rows, store.n_layers, n)
-        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
+        home.end_terms_if_short(n)
+        if not home.holds(k, v, home.n_layers, n):
+            k = home.given_k(k, home.n_layers, n)
+            v = home.given_v(v, home.n_layers, n, k)
+        cdef BlockRows k_rows = home.k, v_rows = home.v
+        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         cdef int n_threads = resolve_threads(0)
-        self.begin_write(store)
+        cdef Growth growth
+        cdef PyObject* one = <PyObject*>self
+        growth.n_new = n
+        self.begin_write(home)
         try:
+            stage(home, &one, 1, &growth)
             if n:
-                self.prepare(store, n)
                 with nogil:
-                    k_rows.append(k_given, self.table, self.length, n, n_threads)
-                    v_rows.append(v_given, self.table, self.length, n, n_threads)
-                self.length += n
+                    k_rows.append(k_given, growth.table, self.length, n, n_threads)
+                    v_rows.append(v_given, growth.table, self.length, n, n_threads)
+            self.commit(home, &growth, n)
         finally:
             self.end_write()
-        if store.debug:
-            store.check((self,))
+        self.end_growth(home)
 
-    def blocks_needed_for(self, PagedKvStore store not None, n_new):
+    def blocks_needed_for(self, store, n_new):
         """How many blocks appending ``n_new`` positions would take from the store.
 
         Counted against the capacity held, so reserved blocks are not asked for twice; a block that
@@ -198,12 +224,15 @@ cdef class PagedKvCache(BlockTable):
             No number of positions; another store; in use by a running call that writes.
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
-        self.begin_read(store)
-        cdef Py_ssize_t n_needed = self.n_missing(store, n) + self.n_shared(store, n)
+        cdef PagedKvStore home = as_store(store)
+        cdef Growth growth
+        growth.n_new = n
+        self.begin_read(home)
+        cdef Py_ssize_t n_needed = self.measure(home, &growth)
         self.end_read()
         return n_needed
 
-    def reserve(self, PagedKvStore store not None, n_new):
+    def reserve(self, store, n_new):
         """Take the blocks that ``n_new`` more positions need, without advancing ``seq_len``.
 
         After it, pushes up to there cannot fail: a shared tail is copied now. Blocks that stay
@@ -223,13 +252,18 @@ cdef class PagedKvCache(BlockTable):
             No number of positions; another store; in use by a running call.
         """
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
-        self.begin_write(store)
+        cdef PagedKvStore home = as_store(store)
+        cdef Growth growth
+        cdef PyObject* one = <PyObject*>self
+        growth.n_new = n
+        home.end_terms_if_short(n)
+        self.begin_write(home)
         try:
-            self.prepare(store, n)
+            stage(home, &one, 1, &growth)
+            self.commit(home, &growth, 0)
         finally:
             self.end_write()
-        if store.debug:
-            store.check((self,))
+        self.end_growth(home)
 
     # --- starting on others' blocks ---
 
@@ -248,8 +282,8 @@ cdef class PagedKvCache(BlockTable):
         block_size : int
             That of the store.
         store : PagedKvStore, optional
-            The blocks' store. Given, the ids are checked at once. Otherwise they are checked at the
-            first use with a store, and until then garbage collection has nobody to give them back to.
+            The blocks' store: the ids are checked at once. Without it they are checked at the first use with
+            a store, and until then garbage collection has nobody to give them back to.
 
         Raises
         ------
@@ -259,8 +293,7 @@ cdef class PagedKvCache(BlockTable):
         TypeError, IndexError, RuntimeError
             Not integers; an id out of range; in use by a running call.
         """
-        if store is not None and not isinstance(store, PagedKvStore):
-            raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+        cdef PagedKvStore home = None if store is None else as_store(store)
         cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_POSITIONS)
         cdef Py_ssize_t n = as_size(seq_len, "seq_len", 0, MAX_POSITIONS)
         cdef int32_t[::1] table = as_ids(block_table, "block_table", INT32_MAX)
@@ -270,23 +303,27 @@ cdef class PagedKvCache(BlockTable):
             raise ValueError(f"block_table: expected at least {n // size} ids for seq_len {n}, got {table.shape[0]}")
         if table.shape[0] > MAX_POSITIONS // size:
             raise ValueError(f"block_size: {table.shape[0]} blocks of {size} positions are more than can be counted")
-        self.lock_write()
+        cdef Py_ssize_t n_blocks = table.shape[0]
+        cdef int32_t* own = new_table(n_blocks)
+        if n_blocks:
+            memcpy(own, &table[0], n_blocks * sizeof(int32_t))
+        cdef bint started = False
         try:
-            if self.n_blocks:
-                raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
-            if store is not None:
-                check_adopted(<PagedKvStore>store, table, table.shape[0], size)
-            with cython.critical_section(self):
-                self.table = table
-                self.n_blocks = table.shape[0]
-            self.block_size = size
-            self.length = n
-            if self.n_blocks:
-                self.store = store
+            self.lock_write()
+            try:
+                if self.n_blocks:
+                    raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
+                if home is not None:
+                    check_adopted(home, table, n_blocks, size)
+                self.become(home, own, n_blocks, 0, n, size)
+                started = True
+            finally:
+                self.end_write()
         finally:
-            self.end_write()
-        if store is not None:
-            (<PagedKvStore>store).after_change()
+            if not started:
+                free(own)
+        if home is not None:
+            home.after_change()
 
     def clone(self):
         """A second sequence with the same positions, which shares every block and costs none.
@@ -306,10 +343,10 @@ cdef class PagedKvCache(BlockTable):
             A block has 2**31 - 1 holders.
         """
         cdef PagedKvCache other = type(self).__new__(type(self))
-        self.share_into(other)
+        self.fork_into(other)
         return other
 
-    def clone_from(self, PagedKvCache source not None):
+    def clone_from(self, source):
         """Give back this cache's own blocks and become a clone of ``source``, as `clone` makes one.
 
         Parameters
@@ -322,8 +359,10 @@ cdef class PagedKvCache(BlockTable):
         TypeError, RuntimeError, OverflowError
             No PagedKvCache; and as for `clone`, of either of the two. Nothing was changed.
         """
+        if not isinstance(source, PagedKvCache):
+            raise TypeError(f"source: expected a PagedKvCache, got {describe(source)}")
         if source is not self:
-            source.share_into(self)
+            (<PagedKvCache>source).fork_into(self)
 
     def __copy__(self):
         return self.clone()
@@ -336,10 +375,8 @@ cdef class PagedKvCache(BlockTable):
 
     # --- shrinking ---
 
-    def release(self, PagedKvStore store not None):
-        """Give every block back; the cache is empty again. A second time it does nothing.
-
-        A block goes back to the free ones when its last holder has released it.
+    def release(self, store):
+        """Give every block back, which is free when its last holder has; the cache is empty again, also a second time.
 
         Parameters
         ----------
@@ -350,15 +387,16 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             No store; another one; in use by a running call.
         """
-        self.begin_write(store)
+        cdef PagedKvStore home = as_store(store)
+        self.begin_write(home)
         try:
             self.give_back_from(self.n_dropped)
             self.n_blocks = self.n_dropped = self.length = 0
         finally:
             self.end_write()
-        store.after_change()
+        home.after_change()
 
-    def truncate(self, PagedKvStore store not None, new_len):
+    def truncate(self, store, new_len):
         """Cut the sequence to ``new_len`` positions, and give back the blocks past them, reserved ones too.
 
         Parameters
@@ -374,8 +412,9 @@ cdef class PagedKvCache(BlockTable):
         RuntimeError
             In use by a running call.
         """
+        cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
-        self.begin_write(store)
+        self.begin_write(home)
         try:
             if not self.n_dropped * self.block_size <= n <= self.length:
                 raise ValueError(f"new_len: expected {self.first_position} to {self.length}, got {n}")
@@ -386,7 +425,7 @@ cdef class PagedKvCache(BlockTable):
             self.length = n
         finally:
             self.end_write()
-        store.after_change()
+        home.after_change()
 
     def can_truncate_to(self, new_len):
         """Whether `truncate` would take this length: one that is written and still held.
@@ -408,7 +447,7 @@ cdef class PagedKvCache(BlockTable):
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
         return self.n_dropped * self.block_size <= n <= self.length
 
-    def drop_before(self, PagedKvStore store not None, position):
+    def drop_before(self, store, position):
         """Give back the blocks that lie wholly before ``position``: what a sliding window has left behind.
 
         ``first_position`` becomes the start of the block that holds ``position``. Positions before it
@@ -426,25 +465,26 @@ cdef class PagedKvCache(BlockTable):
         TypeError, ValueError, RuntimeError
             No integer; ``position`` is above ``seq_len``; another store; in use by a running call.
         """
+        cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t p = as_size(position, "position", 0, MAX_POSITIONS)
         cdef Py_ssize_t i, n
-        self.begin_write(store)
+        self.begin_write(home)
         try:
             if p > self.length:
                 raise ValueError(f"position: expected 0 to {self.length}, got {p}")
             n = p // self.block_size if self.n_blocks else 0
             if n > self.n_dropped:
-                store.give_back(&self.table[self.n_dropped], n - self.n_dropped)
+                home.give_back(&self.table[self.n_dropped], n - self.n_dropped)
                 for i in range(self.n_dropped, n):
                     self.table[i] = -1
                 self.n_dropped = n
         finally:
             self.end_write()
-        store.after_change()
+        home.after_change()
 
     # --- reading ---
 
-    def to_contiguous(self, PagedKvStore store not None, *, layer=0, out=None):
+    def to_contiguous(self, store, *, layer=0, out=None):
         """Copy the K/V of one layer out of the store.
 
         Parameters
@@ -466,31 +506,321 @@ cdef class PagedKvCache(BlockTable):
         ValueError
             Another store, an ``out`` of other widths, or positions that `drop_before` gave up.
         IndexError, TypeError, RuntimeError
-            ``layer`` out of range; ``out`` is no KvCache; in use by a running call that writes.
+            ``layer`` out of range; ``out`` is no KvCache; in use by a running call that writes, or ``out`` by any.
         """
-        cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+        cdef PagedKvStore home = as_store(store)
+        cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
         cdef int n_threads = resolve_threads(0)
-        cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef KvCache target
+        cdef BlockRows k_rows = home.k, v_rows = home.v
         cdef float[:, ::1] k, v
         if out is None:
-            target = KvCache(store.n_kv_heads, store.head_dim, v_head_dim=store.v_head_dim)
+            out = KvCache(home.n_kv_heads, home.head_dim, v_head_dim=home.v_head_dim)
         elif not isinstance(out, KvCache):
             raise TypeError(f"out: expected a KvCache, got {describe(out)}")
-        else:
-            target = <KvCache>out
-            target.check_heads(store.n_kv_heads, store.head_dim, store.v_head_dim)
-        self.begin_read(store)
+        cdef KvCache target = <KvCache>out
+        target.check_heads(home.n_kv_heads, home.head_dim, home.v_head_dim)
+        self.begin_read(home)
         try:
             if self.n_dropped:
                 raise ValueError(f"to_contiguous: positions before {self.first_position} were dropped")
-            target.resize(self.length)
-            k = target.k_rows
-            v = target.v_rows
+            target.begin_overwriting(self.length)
+            k, v = target.k_rows, target.v_rows
             if self.length:
                 with nogil:
                     k_rows.gather(k, index, self.table, self.length, n_threads)
                     v_rows.gather(v, index, self.table, self.length, n_threads)
+            target.end_overwriting(self.length)
         finally:
             self.end_read()
         return target
+
+    # --- the guard ---
+
+    cdef int lock_write(self) except -1:
+        return enter_writer(self, &self.users)
+
+    cdef int begin_write(self, PagedKvStore store) except -1:
+        enter_writer(self, &self.users)
+        if self.store is not store and self.n_blocks:
+            try:
+                self.bind(store)
+            except BaseException:
+                self.end_write()
+                raise
+        return 0
+
+    cdef void end_write(self) noexcept:
+        if self.n_blocks == 0 and self.store is not None:
+            self.store = None
+        leave_writer(self, &self.users)
+
+    cdef int begin_read(self, PagedKvStore store) except -1:
+        enter_reader(self, &self.users)
+        if self.store is not store and self.n_blocks:
+            try:
+                self.bind(store)
+            except BaseException:
+                self.end_read()
+                raise
+        return 0
+
+    cdef void end_read(self) noexcept:
+        leave_reader(self, &self.users)
+
+    cdef int bind(self, PagedKvStore store) except -1:
+        """Tie adopted blocks to the first store they are used with."""
+        if self.store is not None:
+            raise ValueError("store: expected the store whose blocks this cache holds, got another")
+        check_adopted(store, <int32_t[:self.n_blocks]>self.table, self.n_blocks, self.block_size)
+        self.store = store
+        return 0
+
+    # --- growing ---
+
+    cdef Py_ssize_t measure(self, PagedKvStore store, Growth* growth) noexcept:
+        cdef Py_ssize_t i, size = store.block_size, end = self.length + growth.n_new
+        growth.table = self.table
+        growth.n_missing = max(blocks_for(end, size) - self.n_blocks, 0) if growth.n_new else 0
+        growth.n_copies = 0
+        if growth.n_new:
+            for i in range(self.length // size, min(self.n_blocks, blocks_for(end, size))):
+                growth.n_copies += store.blocks.counts[self.table[i]] > 1
+        return growth.n_missing + growth.n_copies
+
+    cdef int make_room(self, Growth* growth) except -1:
+        """Memory for the table as it will be: of its own where blocks are replaced in it."""
+        cdef Py_ssize_t n = self.n_blocks + growth.n_missing
+        cdef Py_ssize_t room = n if n <= self.room else max(n, 2 * self.n_blocks, 16)
+        cdef int32_t* old = self.table
+        if n <= self.room and growth.n_copies == 0:
+            growth.table = self.table
+            return 0
+        growth.table = new_table(room)
+        if self.n_blocks:
+            memcpy(growth.table, self.table, self.n_blocks * sizeof(int32_t))
+        if growth.n_copies == 0:
+            with cython.critical_section(self):
+                self.table = growth.table
+                self.room = room
+                free(old)
+        return 0
+
+    cdef void drop_room(self, Growth* growth) noexcept:
+        if growth.table is not self.table:
+            free(growth.table)
+            growth.table = self.table
+
+    cdef void place(self, PagedKvStore store, Growth* growth, const int32_t* taken) noexcept:
+        """Copy what others hold too to the first of the taken blocks, and hang the others behind the table's end."""
+        cdef Py_ssize_t i, size = store.block_size, n_left = growth.n_copies
+        cdef int32_t* table = growth.table
+        for i in range(self.length // size, self.n_blocks):
+            if n_left and store.blocks.counts[table[i]] > 1:
+                store.copy_shared_rows(taken[0], table[i], min(max(self.length - i * size, 0), size))
+                table[i] = taken[0]
+                taken += 1
+                n_left -= 1
+        store.drop_each(taken, n_left)  # another holder has let go meanwhile
+        growth.n_copies -= n_left
+        if growth.n_missing:
+            memcpy(&table[self.n_blocks], &taken[n_left], growth.n_missing * sizeof(int32_t))
+
+    cdef void commit(self, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept:
+        cdef Py_ssize_t i, n = self.n_blocks
+        cdef int32_t* old = self.table
+        if growth.table is not old:
+            for i in range(self.length // store.block_size, n):
+                if old[i] != growth.table[i]:
+                    store.drop(&old[i], 1)
+            store.copies_on_write += growth.n_copies
+            with cython.critical_section(self):
+                self.table = growth.table
+                self.room = n + growth.n_missing
+                free(old)
+        self.n_blocks = n + growth.n_missing
+        self.length += n_written
+        self.block_size = store.block_size
+        if self.n_blocks:
+            self.store = store
+
+    cdef void rollback(self, PagedKvStore store, Growth* growth) noexcept:
+        cdef Py_ssize_t i
+        store.drop_each(&growth.table[self.n_blocks], growth.n_missing)
+        if growth.table is not self.table:
+            for i in range(self.n_blocks - 1, self.length // store.block_size - 1, -1):
+                if growth.table[i] != self.table[i]:
+                    store.drop(&growth.table[i], 1)
+            self.drop_room(growth)
+
+    cdef int end_growth(self, PagedKvStore store) except -1:
+        """A store in debug mode checks its books, and that this table is among them."""
+        if store.debug:
+            store.check((self,))
+        return 0
+
+    # --- changing hands ---
+
+    cdef void become(self, PagedKvStore store, int32_t* table, Py_ssize_t n_blocks, Py_ssize_t n_dropped,
+                     Py_ssize_t length, Py_ssize_t block_size) noexcept:
+        with cython.critical_section(self):
+            free(self.table)
+            self.table = table
+            self.room = self.n_blocks = n_blocks
+        self.n_dropped = n_dropped
+        self.length = length
+        self.block_size = block_size
+        self.store = store if n_blocks else None
+
+    cdef int give_back_from(self, Py_ssize_t first) except -1:
+        """Give back the blocks of the entries [first, n_blocks)."""
+        if first < self.n_blocks:
+            self.store.give_back(&self.table[first], self.n_blocks - first)
+        return 0
+
+    cdef int fork_into(self, PagedKvCache other) except -1:
+        cdef PagedKvCache cache
+        for cache in (self, other):
+            if cache.store is None and cache.n_blocks:
+                raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
+                                   "name it in adopt_blocks(..., store=store)")
+        self.begin_read(self.store)
+        try:
+            other.lock_write()
+            try:
+                fork_all((other,), (self,))
+            finally:
+                other.end_write()
+        finally:
+            self.end_read()
+        if other.store is not None:
+            other.store.after_change()
+        return 0
+
+
+cdef int32_t* new_table(Py_ssize_t n) except NULL:
+    cdef int32_t* table = <int32_t*>malloc(max(n, 1) * sizeof(int32_t))
+    if table is NULL:
+        raise MemoryError(f"cannot allocate a block table of {n} entries")
+    return table
+
+
+cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1:
+    cdef Py_ssize_t i, n_roomy = 0, n_taken = 0, n_placed, first = 0
+    cdef int32_t few[32]
+    cdef int32_t* taken = few
+    cdef PagedKvCache cache
+    cdef bint enough = False
+    for i in range(n):
+        n_taken += (<PagedKvCache>caches[i]).measure(store, &growths[i])
+    if n_taken == 0:
+        return 0
+    if n_taken > store.blocks.total:  # more than a table should be made for
+        raise exhausted(store, caches, n, growths, n_taken)
+    try:
+        if n_taken > 32:
+            taken = new_table(n_taken)
+        for i in range(n):
+            (<PagedKvCache>caches[i]).make_room(&growths[i])
+            n_roomy += 1
+        enough = store.take(taken, n_taken)
+        if not enough:
+            raise exhausted(store, caches, n, growths, n_taken)
+        for i in range(n):
+            cache = <PagedKvCache>caches[i]
+            n_placed = growths[i].n_copies + growths[i].n_missing
+            cache.place(store, &growths[i], &taken[first])
+            first += n_placed
+    finally:
+        if not enough:
+            for i in range(n_roomy):
+                (<PagedKvCache>caches[i]).drop_room(&growths[i])
+        if taken is not few:
+            free(taken)
+    return n_taken
+
+
+cdef object exhausted(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths, Py_ssize_t needed):
+    """The error for a batch that does not fit. What it would hold if all others let go is counted only now."""
+    cdef PagedKvCache cache
+    cdef Py_ssize_t i, j, alone = 0, size = store.block_size
+    holders = Counter()
+    for i in range(n):
+        cache = <PagedKvCache>caches[i]
+        holders.update(cache.block_table[cache.n_dropped:].tolist())
+        alone += growths[i].n_missing
+    alone += len(holders)
+    for i in range(n):
+        cache = <PagedKvCache>caches[i]
+        if growths[i].n_copies:
+            for j in range(cache.length // size, min(cache.n_blocks, blocks_for(cache.length + growths[i].n_new, size))):
+                alone += holders[cache.table[j]] > 1
+    return store.exhausted(needed, alone - needed)
+
+
+# What a sequence is to become.
+cdef struct Fork:
+    int32_t* table
+    Py_ssize_t n_blocks, n_dropped, length, block_size
+
+
+cdef int fork_all(tuple caches, tuple sources) except -1:
+    cdef Py_ssize_t i, n = len(caches), n_old = 0, n_new = 0
+    cdef PagedKvCache cache, source
+    cdef PagedKvStore old_store = None, new_store = None
+    cdef int32_t* retained = NULL
+    cdef int32_t* given_up = NULL
+    cdef Fork* forks = <Fork*>calloc(max(n, 1), sizeof(Fork))
+    cdef bint done = False
+    if forks is NULL:
+        raise MemoryError("cannot allocate the forks of a batch")
+    try:
+        for i in range(n):
+            cache, source = <PagedKvCache>caches[i], <PagedKvCache>sources[i]
+            # As the source is now: it may be a fork of another one itself.
+            forks[i].n_blocks = blocks_for(source.length, source.block_size)
+            forks[i].n_dropped = min(source.n_dropped, forks[i].n_blocks)
+            forks[i].length = source.length
+            forks[i].block_size = source.block_size
+            forks[i].table = new_table(forks[i].n_blocks)
+            memcpy(forks[i].table, source.table, forks[i].n_blocks * sizeof(int32_t))
+            n_new += forks[i].n_blocks - forks[i].n_dropped
+            n_old += cache.n_blocks - cache.n_dropped
+            old_store = cache.store if cache.n_blocks else old_store
+            new_store = source.store if source.n_blocks else new_store
+        retained, given_up = new_table(n_new), new_table(n_old)
+        n_new = n_old = 0
+        for i in range(n):
+            cache = <PagedKvCache>caches[i]
+            memcpy(&retained[n_new], &forks[i].table[forks[i].n_dropped],
+                   (forks[i].n_blocks - forks[i].n_dropped) * sizeof(int32_t))
+            n_new += forks[i].n_blocks - forks[i].n_dropped
+            memcpy(&given_up[n_old], &cache.table[cache.n_dropped], (cache.n_blocks - cache.n_dropped) * sizeof(int32_t))
+            n_old += cache.n_blocks - cache.n_dropped
+        if n_new and new_store.blocks.retain(retained, n_new) >= 0:
+            raise OverflowError("caches: a block has as many holders as can be counted")
+        if n_old:
+            try:
+                old_store.give_back(given_up, n_old)
+            except BaseException:
+                if n_new:
+                    new_store.blocks.give_back(retained, n_new)
+                raise
+        for i in range(n):
+            (<PagedKvCache>caches[i]).become(
+                new_store, forks[i].table, forks[i].n_blocks, forks[i].n_dropped, forks[i].length, forks[i].block_size)
+        done = True
+    finally:
+        for i in range(0 if done else n):
+            free(forks[i].table)
+        free(forks)
+        free(retained)
+        free(given_up)
+    return 0
+
+
+cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
+    """ValueError or IndexError unless the first n ids are blocks of the store that someone holds."""
+    if block_size != store.block_size:
+        raise ValueError(f"block_size: expected {store.block_size}, the store's, got {block_size}")
+    store.blocks.check_held(table[:n], "block_table")
+    return 0

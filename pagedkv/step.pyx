@@ -1,49 +1,31 @@
 """Step: one forward pass of a batch as a transaction.
 
-While a step is open its caches are held by their guards, and what it took is out of sight:
-
-    cache.table   [  7 |  3 |  9 | 12 | 15 ]      7, 3, 9: the cache's; 12, 15: taken by the step,
-                               ^ n_blocks          past the end of the table
-
-Committing moves the ends and the lengths, which cannot fail; rolling back gives the blocks back. A
-block that others hold too is replaced by its copy in a private table, which the step reads and
-writes through, and in the cache's own table only when it commits.
+While a step is open its caches are held by their guards, and what it took is out of sight: a `Growth` of each sequence, of
+whose table the step reads and writes. Committing makes these the sequences', which cannot fail; rolling back gives the blocks
+back.
 """
 
 cimport cython
-cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_index, as_size, as_thread_count, empty_ids, empty_slots
+from pagedkv._arrays cimport as_index, as_size, as_thread_count, empty_slots
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows
-from pagedkv._table cimport blocks_for
-from pagedkv.attention cimport as_caches, as_query_lens, attend_rows, view_layer
-from pagedkv.sequence cimport PagedKvCache
-from pagedkv.store cimport PagedKvStore
-
-from collections import Counter
+from pagedkv.attention cimport Asked, as_asked, as_caches, as_query_lens, attend, view_layer
+from pagedkv.sequence cimport Growth, PagedKvCache, stage
+from pagedkv.store cimport PagedKvStore, as_store
 
 import numpy as np
 
-from pagedkv.errors import PagedStoreExhausted
 
 cdef Py_ssize_t MAX_ROWS = 1 << 40
 
 cdef enum State:
-    READY, OPEN, COMMITTED, ROLLED_BACK
-
-
-# What the step does to one cache's table.
-cdef struct Change:
-    Py_ssize_t n_missing        # blocks taken for positions past the capacity
-    Py_ssize_t n_copies         # blocks taken to copy those that others hold too
-    Py_ssize_t n_copied         # and how many were needed: another holder may let go meanwhile
-    Py_ssize_t first_taken      # where its blocks start in `taken`: copies first
-    int32_t* private_table      # NULL where nothing is copied
+    NEW, READY, OPEN, COMMITTED, ROLLED_BACK
 
 
 @cython.no_gc_clear
@@ -113,16 +95,16 @@ cdef class Step:
     cdef State state
     cdef bint laid_out              # the spans and slots below are there
     cdef bint busy                  # a write or attend is running
-    cdef Change* changes
+    cdef PyObject** members         # the same, borrowed
+    cdef Growth* growths
     cdef QuerySpan* spans
     cdef PlanShelf plans            # made once, for all layers of one kind
-    cdef int32_t[::1] taken         # every block this step took
-    cdef Py_ssize_t n_taken
-    cdef int32_t[::1] private_ids   # memory of the private tables
+    cdef Py_ssize_t n_taken         # blocks
     cdef int64_t[::1] slots         # where each new row goes: its row number in the store
     cdef unsigned char[::1] written  # layers
 
-    def __cinit__(self, PagedKvStore store not None, caches, query_lens=1, *, n_threads=None):
+    def __cinit__(self, store, caches, query_lens=1, *, n_threads=None):
+        self.store = as_store(store)
         self.caches = as_caches(caches)
         self.n_caches = len(self.caches)
         if len(set(map(id, self.caches))) != self.n_caches:
@@ -130,14 +112,15 @@ cdef class Step:
         self.query_lens = as_query_lens(query_lens, self.n_caches)
         self.n_rows = as_size(sum(self.query_lens), "query_lens", 0, MAX_ROWS)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
-        self.written = bytearray(store.n_layers)
-        self.store = store
+        self.written = bytearray(self.store.n_layers)
+        self.state = READY
 
     def __dealloc__(self):
         if self.state == OPEN:
             self.undo()
         free_plans(&self.plans)
-        free(self.changes)
+        free(self.members)
+        free(self.growths)
         free(self.spans)
 
     def __enter__(self):
@@ -232,9 +215,10 @@ cdef class Step:
         cdef PagedKvStore store = self.store
         cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
         cdef BlockRows k_rows = store.k, v_rows = store.v
-        cdef cnp.ndarray k_array = store.given_rows(k, "k", k_rows, 1, self.n_rows)
-        cdef cnp.ndarray v_array = store.given_rows(v, "v", v_rows, 1, self.n_rows)
-        cdef GivenRows k_given = k_rows.given(k_array), v_given = v_rows.given(v_array)
+        if not store.holds(k, v, 1, self.n_rows):
+            k = store.given_k(k, 1, self.n_rows)
+            v = store.given_v(v, 1, self.n_rows, k)
+        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         self.begin_call()
         with nogil:
             k_rows.scatter(index, k_given, self.slots, self.n_rows, self.n_threads)
@@ -268,20 +252,20 @@ cdef class Step:
             The step is not open, the layer was not written yet, or another call on the step is running.
         """
         cdef Py_ssize_t index = as_index(layer, "layer", self.store.n_layers)
+        cdef Asked asked = as_asked(
+            q, self.store.head_dim, scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse)
         cdef KvView kv
         self.begin_call()
         try:
             if not self.written[index] and self.n_rows:
                 raise RuntimeError(f"step: layer {index} was not written yet")
             view_layer(&kv, self.store, index)
-            return attend_rows(
-                q, &kv, &self.plans, self.spans, self.n_caches, self.n_rows, scale, window, softcap, sinks,
-                alibi_slopes, causal, out, return_lse, self.n_threads)
+            return attend(asked, &kv, &self.plans, self.spans, self.n_caches, self.n_rows, self.n_threads)
         finally:
             self.busy = False
 
     def __repr__(self):
-        state = ("ready", "open", "committed", "rolled back")[self.state]
+        state = ("not made", "ready", "open", "committed", "rolled back")[self.state]
         return f"Step(sequences={self.n_caches}, n_rows={self.n_rows}, {state})"
 
     # --- the transaction ---
@@ -296,16 +280,21 @@ cdef class Step:
                 self.state = ROLLED_BACK  # until all is done; a step is opened once
         if not ready:
             raise RuntimeError("step: was opened before; make a new one for each forward pass")
-        self.changes = <Change*>calloc(max(self.n_caches, 1), sizeof(Change))
+        self.members = <PyObject**>calloc(max(self.n_caches, 1), sizeof(PyObject*))
+        self.growths = <Growth*>calloc(max(self.n_caches, 1), sizeof(Growth))
         self.spans = <QuerySpan*>calloc(max(self.n_caches, 1), sizeof(QuerySpan))
-        if self.changes is NULL or self.spans is NULL:
+        if self.members is NULL or self.growths is NULL or self.spans is NULL:
             raise MemoryError("step: cannot allocate the plan of the batch")
+        store.end_terms_if_short(self.n_rows + 2 * self.n_caches * store.block_size)
         try:
             for i in range(self.n_caches):
                 cache = <PagedKvCache>self.caches[i]
                 cache.begin_write(store)
                 n_locked += 1
-            self.take_blocks()
+                self.members[i] = <PyObject*>cache
+                self.growths[i].n_new = self.query_lens[i]
+            self.n_taken = stage(store, self.members, self.n_caches, self.growths)
+            self.lay_out()
         except BaseException:
             for i in range(n_locked):
                 (<PagedKvCache>self.caches[i]).end_write()
@@ -313,135 +302,51 @@ cdef class Step:
         self.state = OPEN
         return 0
 
-    cdef int take_blocks(self) except -1:
-        """Take the blocks for the whole batch and lay out the new rows. The last thing that can fail is the taking."""
-        cdef PagedKvStore store = self.store
+    cdef int lay_out(self) except -1:
+        """Number the new rows; where there is no memory for that, nothing was staged."""
+        cdef Py_ssize_t size = self.store.block_size
         cdef PagedKvCache cache
-        cdef Change* change
-        cdef Py_ssize_t i, n_new, n_taken = 0, n_private = 0
-        cdef bint enough
+        cdef QuerySpan* span
+        cdef Py_ssize_t i, p, row = 0
+        try:
+            self.slots = empty_slots(self.n_rows)
+        except BaseException:
+            self.rollback_all()
+            raise
         for i in range(self.n_caches):
             cache = <PagedKvCache>self.caches[i]
-            change = &self.changes[i]
-            n_new = self.query_lens[i]
-            change.n_missing = cache.n_missing(store, n_new)
-            change.n_copies = cache.n_shared(store, n_new)
-            change.first_taken = n_taken
-            n_taken += change.n_missing + change.n_copies
-            if change.n_copies:
-                n_private += cache.n_blocks + change.n_missing
-        if n_taken > store.blocks.total:
-            raise self.exhausted(n_taken)
-        for i in range(self.n_caches):
-            cache = <PagedKvCache>self.caches[i]
-            cache.make_room(cache.n_blocks + self.changes[i].n_missing)
-        self.slots = empty_slots(self.n_rows)
-        self.taken = empty_ids(n_taken)
-        self.private_ids = empty_ids(n_private)
-        if n_taken:
-            try:
-                store.take(&self.taken[0], n_taken, 0)
-                enough = True
-            except PagedStoreExhausted:
-                enough = False
-            # Not inside: the first error would hang on to the second one, and with its frames to these caches.
-            if not enough:
-                raise self.exhausted(n_taken)
-        self.n_taken = n_taken
-        self.lay_out()
+            span = &self.spans[i]
+            span.table = self.growths[i].table
+            span.query_len = self.growths[i].n_new
+            span.seq_len = cache.length + span.query_len
+            span.first_row = row
+            span.first_position = cache.n_dropped * size
+            for p in range(cache.length, span.seq_len):
+                self.slots[row] = <int64_t>span.table[p // size] * size + p % size
+                row += 1
         self.laid_out = True
         return 0
 
-    cdef void lay_out(self) noexcept:
-        """Hang the taken blocks into the tables, copy what is shared, and number the new rows."""
-        cdef PagedKvStore store = self.store
-        cdef Py_ssize_t size = store.block_size
-        cdef PagedKvCache cache
-        cdef Change* change
-        cdef QuerySpan* span
-        cdef int32_t* table
-        cdef Py_ssize_t i, j, p, used, row = 0, n_private = 0, n_new
-        cdef int32_t copy
-        for i in range(self.n_caches):
-            cache = <PagedKvCache>self.caches[i]
-            change = &self.changes[i]
-            n_new = self.query_lens[i]
-            table = &cache.table[0] if cache.table.shape[0] else NULL
-            used = cache.n_blocks
-            for j in range(change.n_missing):
-                table[used + j] = self.taken[change.first_taken + change.n_copies + j]
-            if change.n_copies:
-                change.private_table = &self.private_ids[n_private]
-                n_private += used + change.n_missing
-                for j in range(used + change.n_missing):
-                    change.private_table[j] = table[j]
-                table = change.private_table
-                for j in range(cache.length // size, used):
-                    if change.n_copied < change.n_copies and store.blocks.counts[table[j]] > 1:
-                        copy = self.taken[change.first_taken + change.n_copied]
-                        store.copy_shared_rows(copy, table[j], min(max(cache.length - j * size, 0), size))
-                        table[j] = copy
-                        change.n_copied += 1
-            span = &self.spans[i]
-            span.table = table
-            span.seq_len = cache.length + n_new
-            span.query_len = n_new
-            span.first_row = row
-            span.first_position = cache.n_dropped * size
-            for p in range(cache.length, cache.length + n_new):
-                self.slots[row] = <int64_t>table[p // size] * size + p % size
-                row += 1
-
     cdef void apply(self) noexcept:
-        cdef PagedKvStore store = self.store
         cdef PagedKvCache cache
-        cdef Change* change
-        cdef Py_ssize_t i, j
+        cdef Py_ssize_t i
         for i in range(self.n_caches):
             cache = <PagedKvCache>self.caches[i]
-            change = &self.changes[i]
-            if change.n_copies:
-                for j in range(cache.length // store.block_size, cache.n_blocks):
-                    if cache.table[j] != change.private_table[j]:
-                        store.drop(&cache.table[j], 1)
-                        cache.table[j] = change.private_table[j]
-                        store.copies_on_write += 1
-                store.drop(
-                    &self.taken[change.first_taken + change.n_copied], change.n_copies - change.n_copied)
-            cache.n_blocks += change.n_missing
-            cache.length += self.spans[i].query_len
-            cache.block_size = store.block_size
-            if cache.n_blocks:
-                cache.store = store
+            cache.commit(self.store, &self.growths[i], self.growths[i].n_new)
             cache.end_write()
         self.state = COMMITTED
 
-    cdef int undo(self) except -1:
+    cdef void undo(self) noexcept:
         cdef Py_ssize_t i
         self.state = ROLLED_BACK
-        if self.n_taken:
-            self.store.drop_each(&self.taken[0], self.n_taken)
+        self.rollback_all()
         for i in range(self.n_caches):
             (<PagedKvCache>self.caches[i]).end_write()
-        return 0
 
-    cdef object exhausted(self, Py_ssize_t needed):
-        """The error for a batch that does not fit. What it would hold if all others let go is counted only now."""
-        cdef PagedKvCache cache
-        cdef Py_ssize_t i, j, alone = 0, size = self.store.block_size
-        holders = Counter()
-        for i in range(self.n_caches):
-            cache = <PagedKvCache>self.caches[i]
-            holders.update(cache.block_table[cache.n_dropped:].tolist())
-            alone += self.changes[i].n_missing
-        alone += len(holders)
-        for i in range(self.n_caches):
-            cache = <PagedKvCache>self.caches[i]
-            if self.changes[i].n_copies:
-                for j in range(cache.length // size,
-                               min(cache.n_blocks, blocks_for(cache.length + self.query_lens[i], size))):
-                    alone += holders[cache.table[j]] > 1
-        return self.store.exhausted(needed, alone - needed)
+    cdef void rollback_all(self) noexcept:
+        cdef Py_ssize_t i
+        for i in range(self.n_caches - 1, -1, -1):  # so that blocks are handed out again in their order
+            (<PagedKvCache>self.caches[i]).rollback(self.store, &self.growths[i])
 
     cdef int begin_call(self) except -1:
         """One call at a time, and only while the step is open."""

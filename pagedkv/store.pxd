@@ -1,8 +1,77 @@
-from pagedkv._store cimport BlockStore
+cimport numpy as cnp
+from libc.stdint cimport int32_t
+
+from pagedkv._rows cimport BlockRows
+from pagedkv.allocator cimport BlockAllocator
+
+# Below this, releasing the GIL costs more than the copy it would let others overlap with.
+cdef enum:
+    NOGIL_FROM = 64 << 10
 
 
-cdef class PagedKvStore(BlockStore):
+cdef class PagedKvStore:
+    cdef object __weakref__
+    cdef readonly Py_ssize_t block_size, n_layers, n_kv_heads, head_dim, v_head_dim
+    cdef BlockAllocator blocks
+    cdef readonly str dtype
+    cdef int kind                       # the same, as SIMD_F32 ...
+    cdef BlockRows k
+    cdef BlockRows v
+    cdef Py_ssize_t step_bytes          # K and V of one position, all layers
+    cdef bint debug
+    cdef Py_ssize_t copies_on_write
+    cdef object prefixes                # a weak reference to the prefix cache, as long as the blocks have a tree
+
+    # n blocks into ids, also by eviction, or False with nothing changed.
+    cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept
+    # Terms of the prefix cache that are over end. Asks its clock, which may be the caller's code, and raise: called before
+    # anything is changed, with nothing locked.
+    cdef int end_terms(self) except -1
+    # The same where so many new positions of a sequence could need more blocks than are free.
+    cdef int end_terms_if_short(self, Py_ssize_t n_new) except -1
+    # The error tells what was asked in vain. `held`: what the asking sequences hold already.
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held)
+    # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
+    # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
+    # One holder less for each id that has one: the way out when nothing may be raised.
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
+    # What a caller gave as K and V, n rows of each of n_layers or, for -1, one row a layer with no axis for it. Where they
+    # are arrays to be read as they lie there, `holds` says so, and runs nobody's code. Otherwise first K and then V is
+    # converted, by the caller's code too, and K looked at again after it. Rows that lie in the store's own memory are
+    # copied, so that no move overlaps itself. TypeError or ValueError names the argument.
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept
+    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n)
+    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k)
+    # Both again, right before they are read, where anything else has run since.
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1
+    cdef cnp.ndarray apart(self, cnp.ndarray rows)
+    # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
+
+    # The same into a block that was just taken.
+    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
+
+    # `prefixes` knows what blocks hold, from now on until it goes. ValueError if another one does.
+    cdef int know_prefixes(self, object prefixes) except -1
+
+    # ValueError unless somebody holds the block.
+    cdef int check_held(self, Py_ssize_t block, str name) except -1
+    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept
+
     # Ends every call that changed something: a store in debug mode checks its books.
     cdef int after_change(self) except -1
-    cdef object view(self, object blocks, object id, object layer)
+    cdef object view(self, object blocks, object id, object layer, object offset)
     cdef list tables_of(self, object caches)
+
+
+# RuntimeError or TypeError that says why it is no store to work with.
+cdef object not_a_store(object store)
+
+
+cdef inline PagedKvStore as_store(object store):
+    """The store that a caller named. One whose __init__ has run stays as it is: it runs once."""
+    if isinstance(store, PagedKvStore) and (<PagedKvStore>store).blocks.total:
+        return <PagedKvStore>store
+    raise not_a_store(store)

@@ -3,17 +3,29 @@ from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
-from pagedkv._arrays import _BlockIds, _DType
-from pagedkv._store import BlockStore
+from pagedkv._arrays import _BlockIds, _DType, _DTypeName
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import StoreStats
 from pagedkv.viz import BlockMap
 
 _View: TypeAlias = npt.NDArray[np.float32 | np.float16 | np.int8 | np.uint16]  # uint16: the bits of bfloat16
 
-class PagedKvStore(BlockStore):
+@disjoint_base
+class PagedKvStore:
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> _DTypeName: ...
     @property
     def total_blocks(self) -> int: ...
     @property

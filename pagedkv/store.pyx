@@ -1,26 +1,32 @@
-"""PagedKvStore: blocks of K and V for all layers, and who holds them. Its bytes and books are `BlockStore`'s."""
+"""PagedKvStore: blocks of K and V for all layers, and who holds them.
+
+What is counted about blocks is a `BlockAllocator`'s, their bytes are two `BlockRows`; a store brings them together. At C
+level it trusts its arguments, but for what a caller gave as rows, and for ids that have no holder left.
+"""
 
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, describe
+from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
-from pagedkv._store cimport BlockStore
 from pagedkv.allocator cimport BlockAllocator
 
+import os
 import sys
+import weakref
 
 import numpy as np
 
-from pagedkv.errors import PagedKvError
+from pagedkv.errors import PagedKvError, PagedStoreExhausted
 from pagedkv.stats import StoreStats
 from pagedkv.viz import BlockMap
 
 cdef Py_ssize_t MAX_SIZE = sys.maxsize
 
 
-@cython.no_gc_clear
-cdef class PagedKvStore(BlockStore):
+@cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
+cdef class PagedKvStore:
     """PagedKvStore(block_size, total_blocks, n_kv_heads, head_dim, *, n_layers=1, v_head_dim=None, dtype='float32', \
 prefault=False, debug=False)\n--\n
     Fixed-size blocks of keys and values that many sequences share.
@@ -43,6 +49,7 @@ prefault=False, debug=False)\n--\n
     dtype : str or dtype-like, optional
         What a value is stored as: "float32"; "float16" or "bfloat16", half the bytes; or "int8", a
         quarter, with a float32 scale for each row and head. Rows go in and come out as float32 all the same.
+        float16 ends at 65504: a value that is rounded beyond it, such as 65520, becomes infinite.
     prefault : bool, optional
         Touch all memory now. Without it a block costs memory from its first write on.
     debug : bool, optional
@@ -68,7 +75,7 @@ prefault=False, debug=False)\n--\n
     Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``. Garbage collection frees it.
 
     Rounding: to nearest, ties to even. An int8 head is scaled by its greatest magnitude / 127; one
-    with a value that is not finite reads as NaN.
+    with a value that is not finite reads as NaN, and every other one as finite values.
 
     Threads: any number of threads may use a store at once. Counts change atomically; bytes are
     moved without the GIL.
@@ -84,6 +91,14 @@ prefault=False, debug=False)\n--\n
     (8, 8, 8192)
     """
 
+    def __cinit__(self):
+        # Until __init__ has run, a store of no blocks, on which every request is refused.
+        self.blocks = BlockAllocator(0)
+        self.k = BlockRows()
+        self.v = BlockRows()
+        self.block_size = 1
+        self.dtype = "float32"
+
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
         cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_SIZE)
@@ -92,27 +107,31 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
-        cdef bint touch = bool(prefault), checked = bool(debug)
+        cdef bint touch = as_flag(prefault, "prefault"), checked = as_flag(debug, "debug")
         cdef str name = dtype_name(dtype)
         cdef int kind = dtype_kind(name)
         k = BlockRows(kind, int(layers), int(total), size, heads, k_dim, touch)
         v = BlockRows(kind, int(layers), int(total), size, heads, v_dim, touch)
         blocks = BlockAllocator(total)
-        # Asked last: what came before may have run the caller's code.
-        if self.blocks.total:
-            raise RuntimeError("PagedKvStore: __init__ runs once")
-        self.block_size = size
-        self.n_kv_heads = heads
-        self.head_dim = k_dim
-        self.v_head_dim = v_dim
-        self.n_layers = layers
-        self.dtype = name
-        self.kind = kind
-        self.k = k
-        self.v = v
-        self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
-        self.debug = checked
-        self.blocks = blocks
+        # Asked last, and all at once: what came before may have run the caller's code.
+        with cython.critical_section(self):
+            if self.blocks.total:
+                raise RuntimeError("PagedKvStore: __init__ runs once")
+            self.block_size = size
+            self.n_kv_heads = heads
+            self.head_dim = k_dim
+            self.v_head_dim = v_dim
+            self.n_layers = layers
+            self.dtype = name
+            self.kind = kind
+            self.k = k
+            self.v = v
+            self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
+            self.debug = checked
+            if checked:
+                (<BlockAllocator>blocks).erase = erase_freed
+                (<BlockAllocator>blocks).owner = <void*>self
+            self.blocks = blocks
 
     @classmethod
     def from_bytes(cls, budget_bytes, block_size, n_kv_heads, head_dim, *,
@@ -147,13 +166,14 @@ prefault=False, debug=False)\n--\n
         # Python's integers: a product of sizes that fit 64 bits need not.
         cdef list n = [int(as_size(size, name, 1, MAX_SIZE)) for name, size in sizes.items()]
         cdef object budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
-        cdef int kind = dtype_kind(dtype_name(dtype))
+        cdef str stored = dtype_name(dtype)
+        cdef int kind = dtype_kind(stored)
         k_bytes, v_bytes = (row_layout(kind, n[2], dim)[0] for dim in n[3:])
         cdef object block_bytes = n[0] * n[1] * (k_bytes + v_bytes)
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
-        return cls(block_size, min(budget // block_bytes, INT32_MAX), n_kv_heads, head_dim,
-                   n_layers=n_layers, v_head_dim=v_head_dim, dtype=dtype, prefault=prefault, debug=debug)
+        return cls(n[0], min(budget // block_bytes, INT32_MAX), n[2], n[3],
+                   n_layers=n[1], v_head_dim=n[4], dtype=stored, prefault=prefault, debug=debug)
 
     # --- sizes ---
 
@@ -217,37 +237,38 @@ prefault=False, debug=False)\n--\n
         ValueError
             Nobody holds the block.
         """
-        return self.view(self.k.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+        return self.view(self.k.blocks, id, layer, as_index(offset, "offset", self.block_size))
 
     def v_row(self, id, offset, layer=0):
         """The V row of one position, as a read-only view ``[v_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.v.blocks, id, layer)[as_index(offset, "offset", self.block_size)]
+        return self.view(self.v.blocks, id, layer, as_index(offset, "offset", self.block_size))
 
     def k_block(self, id, layer=0):
         """The K rows of a block, as a read-only view ``[block_size, k_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.k.blocks, id, layer)
+        return self.view(self.k.blocks, id, layer, ...)
 
     def v_block(self, id, layer=0):
         """The V rows of a block, as a read-only view ``[block_size, v_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.v.blocks, id, layer)
+        return self.view(self.v.blocks, id, layer, ...)
 
     def k_scales(self, id, layer=0):
         """The scales of a block's K rows in an int8 store: a read-only float32 view ``[block_size, n_kv_heads]``.
 
         Arguments and errors as for `k_row`, and a ValueError where the store is not int8.
         """
-        return self.view(self.k.scales, id, layer)
+        return self.view(self.k.scales, id, layer, ...)
 
     def v_scales(self, id, layer=0):
         """The scales of a block's V rows, float32 ``[block_size, n_kv_heads]``. Arguments and errors as for `k_scales`."""
-        return self.view(self.v.scales, id, layer)
+        return self.view(self.v.scales, id, layer, ...)
 
-    cdef object view(self, object blocks, object id, object layer):
-        cdef Py_ssize_t block = self.held_id(id, "id")
+    cdef object view(self, object blocks, object id, object layer, object offset):
+        cdef Py_ssize_t block = as_index(id, "id", self.blocks.total)
         cdef Py_ssize_t index = as_index(layer, "layer", self.n_layers)
+        self.check_held(block, "id")
         if blocks is None:
             raise ValueError(f"dtype: only an int8 store has scales, this one is {self.dtype}")
-        return blocks[index, block]
+        return blocks[index, block, offset]
 
     # --- holding ---
 
@@ -278,7 +299,10 @@ prefault=False, debug=False)\n--\n
         cdef list ids = [0] * count
         if count == 0:
             return ids
-        self.take(&out[0], count, 0)
+        if count > self.blocks.n_free():
+            self.end_terms()
+        if not self.take(&out[0], count):
+            raise self.exhausted(count, 0)
         try:
             for i in range(count):
                 ids[i] = out[i]
@@ -325,8 +349,6 @@ prefault=False, debug=False)\n--\n
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
             return
-        if self.debug:  # look first: blocks are overwritten while they are still ours
-            self.blocks.check_held(held, "ids")
         cdef Py_ssize_t bad = self.drop(&held[0], held.shape[0])
         if bad >= 0:
             raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
@@ -364,8 +386,10 @@ prefault=False, debug=False)\n--\n
         TypeError, IndexError, ValueError
             No integer; an id out of range; a free block, or a ``dst`` with more holders.
         """
-        cdef Py_ssize_t source = self.held_id(src, "src")
-        cdef Py_ssize_t target = self.held_id(dst, "dst")
+        cdef Py_ssize_t source = as_index(src, "src", self.blocks.total)
+        cdef Py_ssize_t target = as_index(dst, "dst", self.blocks.total)
+        self.check_held(source, "src")
+        self.check_held(target, "dst")
         if source == target:
             return
         if self.blocks.counts[target] > 1:
@@ -406,7 +430,7 @@ prefault=False, debug=False)\n--\n
         """
         cdef Py_ssize_t n_marks = as_size(width, "width", 1, 1024)
         tables = self.tables_of(caches)
-        self.reclaim(self.blocks.total + 1)  # ends the terms that are over
+        self.end_terms()
         return BlockMap._draw(*self.blocks.snapshot(), tables, n_marks)
 
     def check(self, caches=()):
@@ -433,18 +457,132 @@ prefault=False, debug=False)\n--\n
     cdef list tables_of(self, object caches):
         """Name and block table, a list of ids and -1, of each of `caches`; empty where it holds nothing of this store."""
         cdef list tables = []
-        if not hasattr(caches, "__iter__"):
-            raise TypeError(f"caches: expected PagedKvCache objects, got {describe(caches)}")
-        for name, cache in caches.items() if hasattr(caches, "items") else enumerate(caches):
-            if not isinstance(getattr(cache, "block_table", None), np.ndarray):
+        named = caches.items() if hasattr(caches, "items") else enumerate(as_items(caches, "caches", "PagedKvCache objects"))
+        for name, cache in named:
+            table = getattr(cache, "block_table", None)
+            if not isinstance(table, np.ndarray):
                 raise TypeError(f"caches: expected PagedKvCache objects, got {describe(cache)}")
-            if cache.store is not None and cache.store is not self:
+            holder = cache.store
+            if holder is not None and holder is not self:
                 raise ValueError("caches: expected sequences of this store, got one of another")
-            ids = cache.block_table.tolist() if cache.store is self else []
+            ids = table.tolist() if holder is self else []
             tables.append((str(name), [id if id == -1 else as_index(id, "block_table", self.blocks.total) for id in ids]))
         return tables
+
+    cdef int check_held(self, Py_ssize_t block, str name) except -1:
+        if self.blocks.counts[block] == 0:
+            raise ValueError(f"{name}: expected a block that someone holds, got {block}, which is free")
+        return 0
+
+    # --- at C level: holders ---
+
+    cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept:
+        cdef bint enough = self.blocks.take(ids, n)
+        if enough and self.debug:
+            self.erase(ids, n)
+        return enough
+
+    cdef int end_terms_if_short(self, Py_ssize_t n_new) except -1:
+        # Twice: blocks for the positions, and copies of those that are there and shared.
+        if 2 * (n_new // self.block_size + 2) > self.blocks.n_free():
+            self.end_terms()
+        return 0
+
+    cdef int end_terms(self) except -1:
+        if self.blocks.tree is not NULL and self.blocks.tree.terms.n:
+            prefixes = self.prefixes()
+            if prefixes is not None:
+                prefixes._end_terms()
+        return 0
+
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
+        if needed > self.blocks.total:
+            self.end_terms()  # was not asked for before: the error says what would be evictable now
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable())
+
+    cdef int know_prefixes(self, object prefixes) except -1:
+        reference = weakref.ref(prefixes)
+        self.blocks.know(self.block_size, int.from_bytes(os.urandom(8), "little"))
+        self.prefixes = reference
+        return 0
+
+    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
+        cdef Py_ssize_t bad = self.drop(ids, n)
+        if bad >= 0:
+            raise PagedKvError(f"block {ids[bad]} is in a table and has no holder left: "
+                               "someone gave back a reference that was not theirs")
+        return 0
+
+    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        return self.blocks.give_back(ids, n)
+
+    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
+            self.drop(&ids[i], 1)
+
+    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        """Fill blocks that are not written yet, or not held any more, with NaN."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            self.k.erase_block(ids[i])
+            self.v.erase_block(ids[i])
+
+    # --- at C level: bytes ---
+
+    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
+        cdef BlockRows k_rows = self.k, v_rows = self.v
+        return (holds_rows(k, self.kind, n_layers, n, k_rows.n_heads, k_rows.head_dim)
+                and holds_rows(v, self.kind, n_layers, n, v_rows.n_heads, v_rows.head_dim)
+                and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
+                         or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
+
+    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n):
+        cdef str name = "k_step" if n < 0 else "k"
+        return self.apart(as_rows(array, name, self.kind, n_layers, n, self.k.n_heads, self.k.head_dim))
+
+    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k):
+        cdef str name = "v_step" if n < 0 else "v"
+        cdef cnp.ndarray v = as_rows(array, name, self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        self.check_given(k, v, n_layers, n)
+        return self.apart(v)
+
+    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1:
+        check_rows(k, "k_step" if n < 0 else "k", self.kind, n_layers, n, self.k.n_heads, self.k.head_dim)
+        check_rows(v, "v_step" if n < 0 else "v", self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        return 0
+
+    cdef cnp.ndarray apart(self, cnp.ndarray rows):
+        """The rows, or a copy where they are a view of this store."""
+        return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
+
+    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        if self.debug:
+            self.erase(&dst, 1)
+        self.copy_shared_rows(dst, src, n)
+
+    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
+        cdef BlockRows k = self.k, v = self.v
+        if n * self.step_bytes < NOGIL_FROM:
+            k.copy_block(dst, src, n)
+            v.copy_block(dst, src, n)
+        else:
+            with nogil:
+                k.copy_block(dst, src, n)
+                v.copy_block(dst, src, n)
 
     cdef int after_change(self) except -1:
         if self.debug:
             self.check()
         return 0
+
+
+cdef object not_a_store(object store):
+    if isinstance(store, PagedKvStore):
+        return RuntimeError("store: its __init__ has not run")
+    return TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+
+
+cdef void erase_freed(void* owner, int32_t id) noexcept:
+    """For the allocator of a store with debug=True."""
+    (<PagedKvStore>owner).erase(&id, 1)

@@ -40,7 +40,7 @@ class Rows:
         with np.errstate(over="ignore", invalid="ignore"):
             values = self.values.astype(np.float32)  # some CPUs report a signalling NaN
             if self.dtype == "int8":
-                values *= self.scales[..., None]  # 127 times a scale that was rounded up may be beyond float32
+                values *= self.scales[..., None]
         return values
 
 
@@ -70,6 +70,9 @@ def to_int8(rows):
     """Values and a scale a head: the largest magnitude is 127. A head with a value that is not finite reads as NaN."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         scales = np.abs(rows).max(axis=-1) / np.float32(127)
+        # 127 times a scale that was rounded up may be beyond float32: then the next smaller one.
+        beyond = np.isfinite(scales) & np.isinf(scales * np.float32(127))
+        scales = np.where(beyond, np.nextafter(scales, np.float32(0)), scales)
         scales = np.where(np.isfinite(rows).all(axis=-1), scales, np.float32(np.nan)).astype(np.float32)
         quotients = np.rint(rows / scales[..., None])
     # A scale below the normal numbers is coarse, so that a quotient may be beyond 127.

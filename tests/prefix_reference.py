@@ -29,7 +29,8 @@ class Prefixes:
         return [entry for space in self.spaces.values() for entry in space.values()]
 
     def blocks(self):
-        return [entry.block for entry in self.entries()]
+        """A block counts once, however many names it has."""
+        return {entry.block for entry in self.entries()}
 
     # --- looking ---
 
@@ -57,6 +58,10 @@ class Prefixes:
         known = self.spaces.get(namespace, {}) if n % self.block_size else {}
         return [known_tokens for known_tokens in known if len(known_tokens) == end and known_tokens[:n] == tokens[:n]]
 
+    def last_used(self, namespace, beginnings):
+        """Of several, the one whose rows are copied."""
+        return max(beginnings, key=lambda tokens: self.spaces[namespace][tokens].used)
+
     # --- changing ---
 
     def use(self, namespace, tokens, priority=None, until=None):
@@ -83,49 +88,63 @@ class Prefixes:
                 new[tokens[: (i + 1) * size]] = Entry(table[i], 0, priority, until)
         if any(entry.block is None for entry in new.values()):
             return []
+        known = self.blocks()
         self.spaces.setdefault(namespace, space).update(new)
         self.use(namespace, tokens, priority, until)
-        self.inserted += len(new)
+        self.inserted += len({entry.block for entry in new.values()} - known)
         return [entry.block for entry in new.values()]
 
-    # --- evicting ---
-
-    def is_protected(self, entry):
-        return entry.until is not None and entry.until > self.now()
+    # --- giving up ---
 
     def idle(self):
-        return [e for e in self.entries() if not self.is_held(e.block) and not self.is_protected(e)]
+        """The blocks that could be given up now: no sequence holds them, and none of their names has a term."""
+        protected = {e.block for e in self.entries() if e.until is not None and e.until > self.now()}
+        return {block for block in self.blocks() if not self.is_held(block)} - protected
 
     def next_victim(self):
-        """The namespace and tokens of the block that goes next: one at an end that can; else None."""
-        for namespace, space in sorted(self.spaces.items(), key=lambda item: -len(item[1])):
-            parents = {tokens[: -self.block_size] for tokens in space}
-            ends = [
-                (entry.priority, entry.used, tokens)
-                for tokens, entry in space.items()
-                if tokens not in parents and not self.is_held(entry.block) and not self.is_protected(entry)
-            ]
-            if ends:
-                return namespace, min(ends)[2]
+        """The namespace and tokens of the name that goes next, and whether others go before since they continue it.
+
+        Of the namespace that has the most names: an end, or where none has one, what lies before held blocks, which
+        cannot be found without it.
+        """
+        idle = self.idle()
+        spaces = sorted(self.spaces.items(), key=lambda item: -len(item[1]))
+        for is_end in (True, False):
+            for namespace, space in spaces:
+                parents = {tokens[: -self.block_size] for tokens in space}
+                found = [
+                    (entry.priority, entry.used, tokens)
+                    for tokens, entry in space.items()
+                    if entry.block in idle and (tokens not in parents) == is_end
+                ]
+                if found:
+                    return namespace, min(found)[2], is_end
         return None
 
     def evict(self, n):
-        """The n blocks that go, of those that can."""
-        gone = []
-        while len(gone) < n and (victim := self.next_victim()):
-            gone.append(self.forget(*victim))
-        # What is left lies before blocks that a sequence holds, and these cannot be found without it.
-        for namespace, space in sorted(self.spaces.items(), key=lambda item: -len(item[1])):
-            for tokens, entry in sorted(space.items(), key=lambda item: (item[1].priority, item[1].used)):
-                if len(gone) < n and not self.is_held(entry.block) and not self.is_protected(entry):
-                    gone.append(entry.block)
-                    for other in [known for known in space if known[: len(tokens)] == tokens]:
-                        self.forget(namespace, other)
-        return gone
+        """Names until n blocks are free that could be given up."""
+        n_left = len(self.idle()) - n
+        while len(self.idle()) > max(n_left, 0):
+            namespace, tokens, is_end = self.next_victim()
+            for known in [known for known in self.spaces[namespace] if known[: len(tokens)] == tokens]:
+                if is_end or known != tokens:
+                    self.evicted += self.remove(namespace, known)
 
-    def forget(self, namespace, tokens):
+    def remove(self, namespace, tokens):
+        """Take a name away; returns whether it was the last one of its block."""
         block = self.spaces[namespace].pop(tokens).block
         if not self.spaces[namespace]:
             del self.spaces[namespace]
-        self.evicted += 1
-        return block
+        return block not in self.blocks()
+
+    def forget(self, namespace, tokens, start):
+        """Returns how many blocks have no name any more."""
+        first = start // self.block_size
+        if first >= self.common(namespace, tokens) // self.block_size:
+            return 0
+        begin = tokens[: (first + 1) * self.block_size]
+        names = [known for known in self.spaces[namespace] if known[: len(begin)] == begin]
+        return sum(self.remove(namespace, known) for known in names)
+
+    def clear(self, namespace):
+        return sum(self.remove(namespace, known) for known in list(self.spaces.get(namespace, ())))

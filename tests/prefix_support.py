@@ -1,8 +1,5 @@
 """What the tests of the prefix cache share."""
 
-from contextlib import contextmanager
-
-import numpy as np
 from helpers import append
 
 from pagedkv import PagedKvCache
@@ -40,24 +37,6 @@ def attach(prefixes, tokens, **options):
 
 def first(kv, n):
     return tuple(side[:, :n] for side in kv)
-
-
-@contextmanager
-def uses(prefixes, space):
-    """Collects the tokens of each path of a namespace that is used meanwhile: which of several equal beginnings a copy
-    is made from is the cache's choice."""
-    tree, found = prefixes._trees.get(space), []
-
-    def use(node, *arguments):
-        keys = [bytes(part.key) for part in tree.path(node)]
-        found.append(tuple(np.frombuffer(b"".join(reversed(keys)), "<i8").tolist()))
-        return type(tree).use(tree, node, *arguments)
-
-    if tree is not None:
-        tree.use = use
-    yield found
-    if tree is not None:
-        del tree.use
 
 
 def fill(store):

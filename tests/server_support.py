@@ -22,7 +22,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_support import alone, load
 
 from pagedkv.demo.engine import Engine
-from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.server.completion import Service
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.run import Server
@@ -42,7 +41,7 @@ def load_long(directory):
 @contextmanager
 def serving(model, *, n_blocks=512, max_queue=128):
     """A server; in the end it is told to stop, and every block has to be free."""
-    stores = ModelStores(layer_shapes(model.config), n_blocks, block_size=4)
+    stores = ModelStores(model.config.layers, n_blocks, block_size=4)
     scheduler = Scheduler(stores)
     metrics = Metrics(scheduler)
     gate, stops = Gate(model), TOKENIZER.stop_tokens

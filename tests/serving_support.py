@@ -7,7 +7,6 @@ from demo_support import write_model
 
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.verify import ContiguousKv
 from pagedkv.serving import ModelStores, Scheduler
@@ -18,7 +17,7 @@ def load(directory, **options):
 
 
 def server(model, *, block_size=4, n_blocks=64, stop_tokens=(), **options):
-    stores = ModelStores(layer_shapes(model.config), n_blocks, block_size=block_size)
+    stores = ModelStores(model.config.layers, n_blocks, block_size=block_size)
     scheduler = Scheduler(stores, **options)
     return SimpleNamespace(stores=stores, scheduler=scheduler, engine=Engine(model, scheduler, stop_tokens))
 

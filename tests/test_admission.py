@@ -1,5 +1,9 @@
 """Admission: how much room there is, and who may start; compared with what the store really does."""
 
+import contextlib
+import math
+import random
+
 import numpy as np
 import pytest
 from helpers import append, refused, unchanged
@@ -258,3 +262,50 @@ def test_evictable_blocks_are_named(store, prefixes):
         prefixes.is_evictable(16)
     with pytest.raises(TypeError):
         prefixes.is_evictable(1.0)
+
+
+# --- what is promised, and what is so -------------------------------------------------------------------
+
+
+def a_world(seed):
+    """A store, its prefix cache and one sequence of several that share, have reserved and were cut; always the same."""
+    draw = random.Random(seed)
+    store = pagedkv.PagedKvStore(draw.randrange(1, 5), draw.randrange(3, 16), 1, 1)
+    prefixes = pagedkv.PrefixCache(store)
+    caches = []
+    for _ in range(draw.randrange(2, 10)):
+        cache = draw.choice(caches).clone() if caches and draw.random() < 0.4 else pagedkv.PagedKvCache()
+        caches.append(cache)
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 16))]
+        with contextlib.suppress(pagedkv.PagedStoreExhausted):
+            if cache.capacity == 0 and draw.random() < 0.6:
+                prefixes.attach(cache, tokens)
+            append(store, cache, draw.randrange(6))
+            prefixes.insert(tokens, cache, ttl=draw.choice([None, None, math.inf]))
+            if draw.random() < 0.3:
+                cache.reserve(store, draw.randrange(1, 6))
+            if draw.random() < 0.5:
+                cache.truncate(store, draw.randrange(cache.first_position, cache.seq_len + 1))
+        if draw.random() < 0.4:
+            caches.remove(cache)
+            cache.release(store)
+    return store, prefixes, draw.choice(caches) if caches else pagedkv.PagedKvCache()
+
+
+@pytest.mark.parametrize("with_eviction", [False, True])
+def test_room_is_what_can_be_pushed(with_eviction):
+    """Counted by pushing, in the same world made again; what the prefix cache has is taken out of reach for `now`."""
+    for seed in range(400):
+        store, prefixes, cache = a_world(seed)
+        room = pagedkv.room_for(store, cache, prefix=prefixes)
+        if not with_eviction:
+            ids = [block for block in range(store.total_blocks) if prefixes.is_evictable(block)]
+            store.retain(ids)
+            # What the copy of a shared tail leaves to the prefix cache is not free either.
+            store.retain([block for block in cache.block_table.tolist() if block >= 0 and store.refcount(block) == 2])
+        n = 0
+        with contextlib.suppress(pagedkv.PagedStoreExhausted):
+            while True:
+                cache.push(store, *np.zeros((2, 1), np.float32))
+                n += 1
+        assert n == (room.with_eviction if with_eviction else room.now), seed

@@ -120,6 +120,27 @@ class TestOptions:
 
 @pytest.mark.usefixtures("simd")
 class TestNumbers:
+    @pytest.mark.parametrize("n", [1, 5, 30])
+    def test_scores_that_overflow_hide_their_positions(self, rng, n):
+        """-1e60 is -inf in float32. As if they were not there: zeros, not NaN, where no other position is left."""
+        k, v = np.full((50, 1, 64), -1e30, np.float32), rows(rng, 50, 1, 64)
+        q = np.full((n, 2, 64), 1e30, np.float32)
+        out, lse = pagedkv.attention(q, k, v, return_lse=True)
+        assert (out == 0).all()
+        assert (lse == -np.inf).all()
+        store = pagedkv.PagedKvStore(4, 13, 1, 64)
+        cache = pagedkv.PagedKvCache()
+        cache.append_contiguous(store, k, v, 50)
+        out, lse = pagedkv.paged_attention(q, store, cache, query_lens=n, return_lse=True)
+        assert (out == 0).all()
+        assert (lse == -np.inf).all()
+        out = pagedkv.attention(q, k, v, causal=False, softcap=5.0)  # which makes them all -5: the mean
+        np.testing.assert_allclose(out, np.broadcast_to(v[:, 0].mean(0), out.shape), rtol=1e-4, atol=1e-5)
+        k[7] = 0  # a score of 0: all that is left
+        out, lse = pagedkv.attention(q, k, v, return_lse=True)
+        np.testing.assert_array_equal(out, np.broadcast_to(v[7, 0], out.shape))
+        assert (lse == 0).all()
+
     @pytest.mark.parametrize("query_len", [1, 30])
     @pytest.mark.parametrize("size", [1e-4, 1.0, 1e4, 1e8])
     def test_extreme_scores(self, rng, query_len, size):

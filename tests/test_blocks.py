@@ -5,7 +5,6 @@ import pytest
 from helpers import append, refused, unchanged
 
 import pagedkv
-from pagedkv.allocator import BlockAllocator
 
 
 def test_fresh_blocks_come_in_ascending_order(store):
@@ -160,13 +159,3 @@ def test_ids_out_of_range_in_an_array(store, wrong):
     store.acquire(2)
     with refused(IndexError, "ids", store):
         store.release(wrong)
-
-
-def test_the_books_of_a_prefix_cache_refuse_what_is_no_block():
-    """They are reached by nobody who keeps to public names; the interpreter stands all the same."""
-    books = BlockAllocator(4)
-    for bad in -1, 4, 2**31 - 1:
-        with pytest.raises(IndexError, match="ids: expected 0 to 3"):
-            books.mark(np.array([0, bad], np.int32), 1)
-        ids = np.array([bad], np.int32)
-        assert (books.is_idle(bad), books.n_idle_at_end(ids), books.end_of_idle(ids)) == (False, 0, 0)

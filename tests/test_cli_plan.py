@@ -10,8 +10,8 @@ from cli_support import fails
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.cli import model_config, plan
-from pagedkv.cli.model_config import LayerGroup
+from pagedkv.cli import plan
+from pagedkv.shapes import LayerShape
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 GIB = 1 << 30
@@ -52,16 +52,16 @@ def test_the_waste_at_the_block_ends_by_hand(capsys):
 @pytest.mark.parametrize("dtype", plan.DTYPES)
 @pytest.mark.parametrize(("heads", "dim", "v_dim"), [(2, 64, 64), (3, 5, 7), (1, 576, 512)])
 def test_stores_of_the_plan_fit_and_one_sequence_more_would_not(dtype, heads, dim, v_dim):
-    groups = (LayerGroup(2, heads, dim, v_dim, None), LayerGroup(5, heads, dim, v_dim, 40))
+    layers = {LayerShape(None, heads, dim, v_dim): 2, LayerShape(40, heads, dim, v_dim): 5}
     memory = 50_000_000
-    fit = plan.fit(groups, memory, dtype, 16, 1000)
+    fit = plan.fit(layers, memory, dtype, 16, 1000)
 
     def nbytes(n_sequences):
         return sum(
             pagedkv.PagedKvStore(
-                16, n_sequences * n, heads, dim, v_head_dim=v_dim, n_layers=group.n_layers, dtype=dtype
+                16, n_sequences * n, heads, dim, v_head_dim=v_dim, n_layers=n_layers, dtype=dtype
             ).nbytes
-            for n, group in zip(fit.blocks_each, groups, strict=True)
+            for n, n_layers in zip(fit.blocks_each, layers.values(), strict=True)
         )
 
     assert fit.total_blocks == tuple(fit.sequences * n for n in fit.blocks_each)
@@ -70,7 +70,7 @@ def test_stores_of_the_plan_fit_and_one_sequence_more_would_not(dtype, heads, di
 
 
 def test_one_group_agrees_with_from_bytes():
-    fit = plan.fit((LayerGroup(4, 2, 64, 64, None),), 10_000_000, "int8", 16, 100)
+    fit = plan.fit({LayerShape(None, 2, 64): 4}, 10_000_000, "int8", 16, 100)
     store = pagedkv.PagedKvStore.from_bytes(10_000_000, 16, 2, 64, n_layers=4, dtype="int8")
     assert fit.sequences == store.total_blocks // 7  # 100 positions in blocks of 16
 
@@ -88,7 +88,7 @@ def test_a_sequence_with_a_window_holds_as_many_blocks_as_planned(window, block_
         cache.append_contiguous(store, *np.zeros((2, n, 1), np.float32), n)
         most = max(most, 256 - store.free_block_count)
         cache.drop_before(store, max(0, cache.seq_len + 1 - window))
-    expected = plan.held_blocks(window, block_size, length, chunk)
+    expected = plan.held_blocks(LayerShape(window, 1, 1), block_size, length, chunk)
     # Steps of several positions do not meet every offset in a block on a short way.
     assert most == expected if chunk == 1 or length > 100 else most <= expected
 
@@ -107,9 +107,10 @@ def test_a_window_by_hand(capsys):
 
 
 def test_a_prefill_holds_its_chunk_beside_the_window():
-    assert plan.held_blocks(512, 16, 8192, 1) == 33  # 512 + 15 positions
-    assert plan.held_blocks(512, 16, 8192, 256) == 49  # 511 + 256 + 15 = 782
-    assert plan.held_blocks(512, 16, 100, 256) == 7
+    shape = LayerShape(512, 1, 4)
+    assert plan.held_blocks(shape, 16, 8192, 1) == 33  # 512 + 15 positions
+    assert plan.held_blocks(shape, 16, 8192, 256) == 49  # 511 + 256 + 15 = 782
+    assert plan.held_blocks(shape, 16, 100, 256) == 7
 
 
 def test_nothing_fits(capsys):
@@ -160,53 +161,62 @@ GEMMA = {
     "head_dim": 256, "hidden_size": 640, "sliding_window": 512, "max_position_embeddings": 32768,
     "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
 }  # fmt: skip
-QWEN = {
-    "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-    "hidden_size": 1536, "sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": False,
-}  # fmt: skip
 DEEPSEEK = {
     "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 7168,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_size": 7168,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "groups"), [
-    (GEMMA, [(15, 1, 256, 256, 512), (3, 1, 256, 256, None)]),
-    ({"text_config": {**GEMMA, "layer_types": None, "sliding_window_pattern": 3}},
-     [(12, 1, 256, 256, 512), (6, 1, 256, 256, None)]),
-    ({**GEMMA, "layer_types": None}, [(15, 1, 256, 256, 512), (3, 1, 256, 256, None)]),
-    ({**GEMMA, "model_type": "gemma2", "layer_types": None}, [(9, 1, 256, 256, 512), (9, 1, 256, 256, None)]),
-    (QWEN, [(28, 2, 128, 128, None)]),
-    ({**QWEN, "use_sliding_window": None}, [(28, 2, 128, 128, None)]),
-    ({key: value for key, value in QWEN.items() if key != "use_sliding_window"}, [(28, 2, 128, 128, None)]),
-    ({**QWEN, "use_sliding_window": True}, [(21, 2, 128, 128, None), (7, 2, 128, 128, 4096)]),
-    ({"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-      "hidden_size": 4096, "sliding_window": 4096}, [(32, 8, 128, 128, 4096)]),
-    ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, [(12, 12, 64, 64, None)]),
-    ({"model_type": "falcon", "num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544,
-      "multi_query": True}, [(32, 1, 64, 64, None)]),
-    (DEEPSEEK, [(61, 1, 576, 512, None)]),
-    ({**QWEN, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 7},
-     [(7, 2, 128, 128, None)]),
-    ({**GEMMA, "num_kv_shared_layers": 6}, [(10, 1, 256, 256, 512), (2, 1, 256, 256, None)]),
+def write(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_configuration(capsys, tmp_path):
+    """What is in one is the business of test_shapes.py."""
+    options = ["--config", write(tmp_path, GEMMA), "--length", "4096", "--dtype", "float32"]
+    found = planned(capsys, "--memory", "1G", *options)
+    shape = {"n_kv_heads": 1, "head_dim": 256, "v_head_dim": 256}
+    assert found["stores"] == [{"n_layers": 15, "window": 512, **shape}, {"n_layers": 3, "window": None, **shape}]
+    [fit] = found["fits"]
+    assert fit["blocks_each"] == [33, 256]
+    assert fit["bytes_each"] == 2 * 256 * 4 * 16 * (15 * 33 + 3 * 256)
+
+
+@pytest.mark.parametrize(("options", "values", "line"), [
+    ([], 576, "  61 layers of 1 K/V heads of 512/64 that see all positions"),
+    (["--latent", "absorbed"], 1088, "  61 layers of 1 K/V heads of 576/512 that see all positions"),
+    (["--latent", "expanded"], 128 * 320, "  61 layers of 128 K/V heads of 192/128 that see all positions"),
 ])
-def test_configurations(config, groups):
-    assert model_config.from_config(config).groups == tuple(LayerGroup(*group) for group in groups)
+def test_how_latent_attention_is_kept_is_said(capsys, tmp_path, options, values, line):
+    path = write(tmp_path, DEEPSEEK)
+    arguments = ["--memory", "64G", "--config", path, "--length", "16", "--dtype", "float16", *options]
+    found = planned(capsys, *arguments)
+    [note], [fit] = found["notes"], found["fits"]
+    assert fit["bytes_each"] == 16 * 61 * values * 2
+    assert main(["plan", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == line
+    assert lines[2] == f"  {note}"
+    assert note.startswith(f"kept {options[-1] if options else 'split'}: ")
+
+
+def test_layers_that_share_take_nothing(capsys, tmp_path):
+    path = write(tmp_path, {**GEMMA, "num_kv_shared_layers": 6})
+    assert [store["n_layers"] for store in planned(capsys, "--memory", "1G", "--config", path)["stores"]] == [10, 2]
+    assert main(["plan", "--memory", "1G", "--config", path]) == 0
+    assert capsys.readouterr().out.splitlines()[3] == "  6 layers use the K/V of others"
 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"num_hidden_layers": None}, "expected num_hidden_layers"),
-    ({"num_hidden_layers": "18"}, "num_hidden_layers: expected an integer from 1"),
-    ({"num_attention_heads": True}, "num_attention_heads: expected an integer from 1"),
-    ({"head_dim": None, "hidden_size": None}, "expected head_dim or hidden_size"),
-    ({"layer_types": ["full_attention"]}, "layer_types: expected 18 layers, got 1"),
-    ({"layer_types": ["chunked_attention"] * 18}, "layer_types: a store cannot hold 'chunked_attention'"),
-    ({"layer_types": ["mamba"] * 18}, "no layer of it keeps K/V"),
-    ({"sliding_window": None}, "sliding_window: expected an integer from 1, got none"),
+    ({"num_hidden_layers": "18"}, "num_hidden_layers: expected an integer, got str"),
+    ({"layer_types": ["mamba"] * 18}, "layer_types: layer 0 of gemma3_text is 'mamba', which a store cannot hold"),
 ])
 def test_configurations_that_are_refused(capsys, tmp_path, change, said):
-    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, **change}))
-    assert said in fails(capsys, "plan", "--memory", "1G", "--config", str(tmp_path))
+    path = write(tmp_path, {**GEMMA, **change})
+    assert f"{path}: " in fails(capsys, "plan", "--memory", "1G", "--config", path)
+    assert said in fails(capsys, "plan", "--memory", "1G", "--config", path)
 
 
 @pytest.mark.parametrize(("text", "said"), [("[]", "expected a JSON object"), ("{", "is no JSON file")])
@@ -216,20 +226,7 @@ def test_files_that_are_no_configuration(capsys, tmp_path, text, said):
 
 
 def test_lengths_go_as_far_as_the_model(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "max_position_embeddings": 2048}))
-    found = planned(capsys, "--memory", "1G", "--config", str(tmp_path), "--dtype", "int8")
+    path = write(tmp_path, {**GEMMA, "max_position_embeddings": 2048})
+    found = planned(capsys, "--memory", "1G", "--config", path, "--dtype", "int8")
     assert found["model"] == "gemma3_text"
     assert [fit["length"] for fit in found["fits"]] == [512, 2048]
-
-
-def test_a_configuration_of_transformers(tmp_path):
-    """What the installed transformers writes describes the cache that it makes."""
-    transformers = pytest.importorskip("transformers")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
-    config = transformers.Gemma3TextConfig(num_hidden_layers=12, sliding_window=16, **heads)
-    config.save_pretrained(tmp_path)
-    shape = model_config.load(str(tmp_path))
-    windowed = [kind == "sliding_attention" for kind in config.layer_types]
-    assert sorted(shape.groups, key=lambda group: group.window or 0) == [
-        LayerGroup(windowed.count(False), 2, 32, 32, None), LayerGroup(windowed.count(True), 2, 32, 32, 16),
-    ]  # fmt: skip

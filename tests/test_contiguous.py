@@ -140,8 +140,10 @@ def test_init_runs_once():
 def test_a_cache_without_init_holds_nothing():
     cache = pagedkv.KvCache.__new__(pagedkv.KvCache)
     assert (cache.seq_len, cache.k.size, cache.v.size) == (0, 0, 0)
-    with pytest.raises(ValueError, match="k_step"):
-        cache.push(rows(1), rows(1))
+    for write in (cache.push, cache.extend):
+        for empty in (rows(1), np.empty(0, np.float32), np.empty((5, 0), np.float32)):
+            with pytest.raises(RuntimeError, match="__init__ has not run"):
+                write(empty, empty)
     cache.release_to_pool()
 
 

@@ -206,6 +206,17 @@ class TestInt8:
         largest = np.finfo(np.float32).max
         check_rows("int8", np.float32([[[largest, 1, -largest / 2]], [[-largest, largest, 0]]]), by_append)
 
+    @pytest.mark.parametrize("size", [3.4028235e38, 3.4028233e38, 3.39e38, 3.4e38])
+    def test_a_finite_row_reads_as_finite(self, size):
+        """127 times its scale must not overflow, for a scale that is rounded."""
+        rows = np.full((4, 1, 37), size, np.float32)
+        rows[:, :, 1::2] *= -1
+        rows[1:, :, 5] = 0
+        store, cache = check_rows("int8", rows, by_append)
+        got = cache.to_contiguous(store).k
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, rows.reshape(4, 37), rtol=1e-6)
+
     @pytest.mark.parametrize("head_dim", [1, 4, 37, 64])
     def test_scales_of_arbitrary_bits(self, head_dim):
         values = random_bits(1 << 16)

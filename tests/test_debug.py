@@ -9,8 +9,6 @@ from dtype_support import make, normal
 import pagedkv
 from pagedkv import PagedKvCache, PagedKvError, PrefixCache, Step
 
-FREE = 15  # a block that nothing below ever takes
-
 
 class World:
     """Two sequences, a prefix cache that shares two blocks with the first and has two alone, and three blocks by id."""
@@ -132,24 +130,31 @@ CHANGES = {
     "insert": lambda w: w.prefixes.insert([7, 7, 7], w.second),
     "attach": lambda w: w.prefixes.attach(PagedKvCache(), [1, 2, 3, 4, 5]),
     "evict": lambda w: w.prefixes.evict(1),
-    "clear": lambda w: w.prefixes.clear(),
+    "reclaim": lambda w: w.prefixes.reclaim(1),
+    "forget": lambda w: w.prefixes.forget([1, 2, 3, 4]),
+    "clear": lambda w: w.prefixes.clear(namespace=b"another"),
 }
 
 
 def break_the_books(world):
-    """As if the prefix cache held a block that is free."""
-    world.prefixes._books.mark(np.array([FREE], np.int32), 1)
+    """Give back a reference that is the prefix cache's; what is taken next are other blocks."""
+    others = world.store.acquire(5)
+    with pytest.raises(PagedKvError, match="in the prefix cache and has no holder"):
+        world.store.release(world.cached[:1])
+    with pytest.raises(PagedKvError, match="in the prefix cache and has no holder"):
+        world.store.release(others)
 
 
 def mend_the_books(world):
-    world.prefixes._books.mark(np.array([FREE], np.int32), 0)
+    """What is not known any more cannot be wrong."""
+    world.prefixes.clear()
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_check_follows_every_change(name):
     world = World()
     break_the_books(world)
-    with pytest.raises(PagedKvError, match="block 15 is in the prefix cache and has no holder"):
+    with pytest.raises(PagedKvError, match=f"block {world.cached[0]} is in the prefix cache and has no holder"):
         CHANGES[name](world)
     mend_the_books(world)
     world.store.check()
@@ -160,7 +165,7 @@ def test_a_check_follows_the_end_of_a_step(end):
     world = World()
     step = world.open_step()
     break_the_books(world)
-    with pytest.raises(PagedKvError, match="block 15"):
+    with pytest.raises(PagedKvError, match=f"block {world.cached[0]}"):
         getattr(step, end)()
     mend_the_books(world)
     world.store.check()
@@ -168,10 +173,10 @@ def test_a_check_follows_the_end_of_a_step(end):
 
 def test_a_step_that_finds_the_books_wrong_on_entering_holds_nothing():
     world = World()
-    free = world.store.free_block_count
     break_the_books(world)
-    with pytest.raises(PagedKvError, match="block 15"), Step(world.store, [world.second], 3):
+    free = world.store.free_block_count
+    with pytest.raises(PagedKvError, match=f"block {world.cached[0]}"), Step(world.store, [world.second], 3):
         pass
     mend_the_books(world)
-    assert world.store.free_block_count == free
+    assert world.store.free_block_count == free + 1  # what the prefix cache had to itself, beside the lost one
     world.second.push(world.store, *world.rows(1))

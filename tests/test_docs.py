@@ -12,6 +12,7 @@ from test_architecture import FLOOR_OF
 
 import pagedkv
 import pagedkv.serving
+import pagedkv.shapes
 from pagedkv.__main__ import main
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -103,8 +104,10 @@ def test_the_librarys_own_commands_are_understood(command, capsys):
     if name in ("info", "plan") and "path/to" not in command:
         assert main([name, *words]) == 0
         printed = capsys.readouterr().out.splitlines()
-        shown = re.findall(r"^```\n(.*?)^```$", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        shown = next((block.splitlines() for block in shown if block.splitlines()[0] == printed[0]), [])
+        text = README.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+        shown = [block.splitlines() for language, block in blocks if not language]
+        shown = next((lines for lines in shown if lines[0] == printed[0]), [])
         assert name == "info" or shown
         assert [line for line in shown if line != "..."] == printed[: max(0, len(shown) - 1)]
 
@@ -183,7 +186,7 @@ def can_import(name):
 def modules():
     """Those of the library itself; the demo is a program, with tests of its own."""
     found = [pagedkv]
-    for package in (pagedkv, pagedkv.serving):
+    for package in (pagedkv, pagedkv.shapes, pagedkv.serving):
         names = [name for _, name, _ in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
         found += [importlib.import_module(name) for name in names if name not in LEFT_OUT]
     return found

@@ -46,7 +46,7 @@ SPELLINGS = {
     "read-only": read_only,
     "misaligned": misaligned,
     "lying subclass": lambda array: array.view(Liar),
-    "masked": lambda array: np.ma.masked_array(array, mask=np.ones(array.shape, bool)),
+    "masked nowhere": lambda array: np.ma.masked_array(array, mask=np.zeros(array.shape, bool)),
     "matrix": lambda array: array.view(np.matrix) if array.ndim == 2 else array,
     "memoryview": memoryview,
     "__array__": Array,

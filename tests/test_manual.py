@@ -13,17 +13,21 @@ import pytest
 
 import pagedkv
 import pagedkv.serving
+import pagedkv.shapes
 
 PACKAGE = Path(pagedkv.__file__).resolve().parent
 MODULES = {
+    "pagedkv.shapes": pagedkv.shapes.__all__,
     "pagedkv.serving": pagedkv.serving.__all__,
     "pagedkv.integrations.torch": ["as_rows", "as_tensor"],
     "pagedkv.integrations.transformers": ["PagedCache", "PagedStores", "TokenEvent", "generate_batch"],
 }
 # Where they are defined: they are listed without what they integrate, too.
 FILES = {
+    "pagedkv.shapes": ["pagedkv.shapes.layers", "pagedkv.shapes.reading"],
     "pagedkv.serving": [
-        f"pagedkv.serving.{part}" for part in ("prefixes", "requests", "scheduler", "sequences", "stores")
+        *(f"pagedkv.serving.{part}" for part in ("prefixes", "requests", "scheduler", "sequences", "stores")),
+        "pagedkv.shapes.layers",
     ],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.transformers": [
@@ -363,7 +367,7 @@ def test_names_in_backticks_exist(name, method):
         roots = {"copy": copy, "pagedkv": pagedkv}
         thing = roots.get(first, getattr(pagedkv, first, getattr(cls, first, None)))
         module = importlib.import_module(cls.__module__)
-        for place in (module, pagedkv.serving, sys.modules.get("pagedkv.integrations.transformers")):
+        for place in (module, pagedkv.shapes, pagedkv.serving, sys.modules.get("pagedkv.integrations.transformers")):
             thing = getattr(place, first, None) if thing is None else thing
         for part in rest:
             thing = getattr(thing, part, None)

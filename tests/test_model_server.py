@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pairs import CachePair, Handle, StorePair, both, outcome
 from prefix_reference import Prefixes
-from prefix_support import Clock, uses
+from prefix_support import Clock
 from test_model import ARGUMENTS, MAX_CACHES, MOVES, Machine, dtypes, few, pick, walk
 
 import pagedkv
@@ -58,8 +58,7 @@ class Store(reference.Store):
         """What goes also takes along what comes after it and a sequence holds."""
         before = self.prefixes.blocks()
         self.prefixes.evict(n)
-        after = set(self.prefixes.blocks())
-        self.release([block for block in before if block not in after])
+        self.release(list(before - self.prefixes.blocks()))
 
 
 class Sequence(reference.Cache):
@@ -113,7 +112,7 @@ class Sequence(reference.Cache):
         if used:
             try:
                 own = store.acquire(1)
-                own[0].copy_first(store.block_size, lent[0])
+                own[0].copy_first(n % store.block_size, lent[0])
             except reference.StoreShort:
                 n -= n % store.block_size
             store.release(lent)
@@ -138,31 +137,6 @@ def reorder(store, caches, parents):
             caches[i].clone_from(fork)
     for fork in forks:
         fork.forget()
-
-
-class Step(reference.Step):
-    """A twin that keeps the blocks taken for copies that are not needed, since eviction took the other holder away."""
-
-    spare = ()
-
-    def enter(self):
-        for cache in self.caches:
-            cache.use(self.store)
-        needed = sum(cache.blocks_needed_for(self.store, n) for cache, n in self.batch())
-        super().enter()
-        self.spare = self.store.acquire(needed - self.new_blocks)
-
-    @property
-    def new_blocks(self):
-        return super().new_blocks + len(self.spare)
-
-    def commit(self):
-        super().commit()
-        self.store.release(self.spare)
-
-    def rollback(self):
-        super().rollback()
-        self.store.release(self.spare)
 
 
 def go_wrong(step, layer, how):
@@ -194,6 +168,7 @@ class Server(Machine):
     @initialize(block_size=st.integers(1, 4), total=st.integers(2, 24), dtype=dtypes, debug=st.booleans())
     def make_stores(self, block_size, total, dtype, debug):
         self.clock = Clock()
+        self.is_debug = debug
         store = StorePair.make(block_size, total, 2, 1, v_head_dim=2, n_layers=2, dtype=dtype, debug=debug, twin=Store)
         self.stores = [store]
         self.pair = store
@@ -225,10 +200,8 @@ class Server(Machine):
         assert self.prefixes.match(spell(prompt), namespace=space) == n
         shared = self.prefixes.match_blocks(spell(prompt), namespace=space)
         sources = self.known.sources(space, n, prompt)
-        with uses(self.prefixes, space) as used:
-            got = self.prefixes.attach(cache.real, spell(prompt), namespace=space)
-        used = used[0] if sources else None
-        assert used is None or used in sources
+        used = self.known.last_used(space, sources) if sources else None
+        got = self.prefixes.attach(cache.real, spell(prompt), namespace=space)
         assert cache.twin.attach(twin, space, prompt, used) == got
         assert cache.real.block_table[: len(shared)].tolist() == shared.tolist()
         assert cache.real.store is (real if got else None)
@@ -238,7 +211,7 @@ class Server(Machine):
         cache = self.cache(which)
         if cache.twin.table:
             _, error = outcome(lambda: self.prefixes.attach(cache.real, [0, 1, 0, 1]))
-            assert isinstance(error, ValueError)
+            assert isinstance(error, RuntimeError if cache.twin.in_step else ValueError)
 
     @rule(
         which=pick,
@@ -252,24 +225,24 @@ class Server(Machine):
         """The whole blocks of a sequence, also of one in a step; in any namespace, so that some are in several."""
         cache = self.cache(which)
         twin = cache.twin
-        if twin.tokens is None or self.is_elsewhere(twin, space):
+        if twin.tokens is None:
             return
         prompt = twin.tokens[: len(twin.tokens) * place // 22]
         n = len(prompt) // self.pair.twin.block_size
         key = tuple(prompt[: n * self.pair.twin.block_size])
-        new = self.known.insert(space, key, twin.table[:n], priority, ttl) if n else []
-        self.pair.twin.retain(new)
         options = {"namespace": space, "priority": priority, "ttl": ttl}
+        if self.is_debug and not all(map(self.is_finite, filter(None, twin.table[:n]))):
+            _, error = outcome(lambda: self.prefixes.insert(prompt, cache.real, **options))
+            assert isinstance(error, ValueError)
+            return
+        before = self.known.blocks()
+        new = self.known.insert(space, key, twin.table[:n], priority, ttl) if n else []
+        self.pair.twin.retain(list(set(new) - before))
         assert self.prefixes.insert(spell(prompt) if prompt else [], cache.real, **options) == len(new)
 
-    def is_elsewhere(self, twin, space):
-        """A block is in the cache once: what was computed for one tenant is not handed to another."""
-        blocks = set(twin.held_blocks)
-        return any(
-            entry.block in blocks
-            for name, entries in self.known.spaces.items() if name != space
-            for entry in entries.values()
-        )  # fmt: skip
+    def is_finite(self, block):
+        rows = [block.row(offset) for offset in range(self.pair.twin.block_size)]
+        return all(np.isfinite(side).all() for row in rows for side in row)
 
     @rule(n=few)
     def evict(self, n):
@@ -287,7 +260,17 @@ class Server(Machine):
         blocks = self.known.blocks()
         assert self.prefixes.clear() == len(blocks)
         self.known.spaces.clear()
-        self.pair.twin.release(blocks)
+        self.pair.twin.release(list(blocks))
+
+    @rule(which=pick, place=pick, own=tokens, space=spaces, start=few)
+    def forget_tokens(self, which, place, own, space, start):
+        """Something that is known, or begins or continues it."""
+        known = [(), *self.known.spaces.get(space, ())]
+        key = known[which * len(known) // 24]
+        prompt = (*key[: len(key) * place // 22], *own)
+        before = self.known.blocks()
+        assert self.prefixes.forget(prompt, namespace=space, start=start) == self.known.forget(space, prompt, start)
+        self.pair.twin.release(list(before - self.known.blocks()))
 
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds):
@@ -325,9 +308,6 @@ class Server(Machine):
 
     # --- steps ---
 
-    def new_twin_step(self, *arguments):
-        return Step(*arguments)
-
     @rule(
         lens=st.lists(few, min_size=1, max_size=4),
         order=st.permutations(range(MAX_CACHES)),
@@ -350,7 +330,7 @@ class Server(Machine):
                     step.attend(i, np.ones((n, 2, 1), np.float32), window=1)
 
         def twin():
-            step = Step(self.pair.twin, [cache.twin for cache in chosen], lens)
+            step = reference.Step(self.pair.twin, [cache.twin for cache in chosen], lens)
             step.enter()
             step.rollback()
             raise Failed
@@ -401,7 +381,7 @@ class Server(Machine):
     def same_picture(self):
         """Holders are compared elsewhere, so that counting them is enough here."""
         picture = self.pair.real.block_map([cache.real for cache in self.caches if cache.twin.store])
-        held, cached = self.pair.twin.held, set(self.known.blocks())
+        held, cached = self.pair.twin.held, self.known.blocks()
         idle = len(self.known.idle())
         assert picture.free == self.pair.twin.free_block_count
         assert picture.private == sum(block.holders == 1 and block not in cached for block in held)
@@ -423,6 +403,7 @@ ARGUMENTS = ARGUMENTS | {
     "spell": lambda draw: draw.choice(SPELLINGS),
     "priority": lambda draw: draw.choice([0, 0, 0, 2, -1]),
     "ttl": lambda draw: draw.choice([None, None, None, 1, 5]),
+    "start": lambda draw: draw.choice([0, 0, 1, 3]),
     "seconds": lambda draw: draw.randrange(1, 4),
     "parents": lambda draw: [draw.randrange(5) for _ in range(draw.randrange(6))],
     "how": lambda draw: draw.choice(WAYS_TO_FAIL),
@@ -431,6 +412,7 @@ SERVER_MOVES = MOVES | {
     "attach_to_what_has_begun": 1,
     "evict": 1,
     "fail_in_a_layer": 2,
+    "forget_tokens": 1,
     "insert": 4,
     "reclaim_too_many": 1,
     "reorder": 2,

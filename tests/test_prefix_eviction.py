@@ -455,13 +455,11 @@ def test_a_child_can_use_it_whatever_other_threads_do():
 
 
 def test_a_long_sequence_grows_block_by_block():
-    """It stays one node, and its key is compared at once."""
+    """Looking it up stays one comparison, however it came to be."""
     store = PagedKvStore(1, 4000, 1, 1)
     prefixes, cache = PrefixCache(store), PagedKvCache()
     for n in range(1, 2001):
         cache.push(store, *rows(2, 1))
         assert prefixes.insert(range(n), cache) == 1
-    [tree] = prefixes._trees.values()
-    assert len(list(tree.in_order())) == 1
     assert prefixes.match(range(3000)) == 2000
     prefixes.check()

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix_reference import Prefixes
-from prefix_support import Clock, uses
+from prefix_support import Clock
 
 import pagedkv
 
@@ -30,6 +30,8 @@ class Sequence:
         self.tokens = tokens
         self.space = space
         self.rows = []  # bytes of each position, all layers
+        self.handle = pagedkv.PrefixHandle()
+        self.handled = []  # tokens that were inserted by it, and that it takes for granted
 
 
 class Machine(RuleBasedStateMachine):
@@ -67,18 +69,15 @@ class Machine(RuleBasedStateMachine):
         assert self.prefixes.match(spell(prompt), namespace=space) == n
         cache = pagedkv.PagedKvCache()
         free = self.store.free_block_count
-        with uses(self.prefixes, space) as used:
-            reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
+        reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
         whole = self.twin.whole_blocks(space, n, tuple(prompt))
         sources = self.twin.sources(space, n, tuple(prompt))
-        assert not sources or used[0] in sources
-        used = used[:1] if sources else [tuple(prompt[:n])] * bool(n)
+        used = [self.twin.last_used(space, sources)] if sources else [tuple(prompt[:n])] * bool(n)
         held = {*whole, *(self.twin.spaces[space][source].block for source in used)}
         for known_tokens in used:
             self.twin.use(space, known_tokens)
         if sources and not free:
-            spare = [entry for entry in self.twin.idle() if entry.block not in held]
-            if spare:
+            if self.twin.idle() - held:
                 self.evict_twin(1, held)
             else:
                 n -= n % self.size
@@ -159,18 +158,28 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 2, -1]),
         ttl=st.sampled_from([None, None, None, 1, 5]),
         spell=st.sampled_from(SPELLINGS),
+        space=st.sampled_from([..., ..., *SPACES]),
+        rename=st.sampled_from([None, None, None, 0, 1]),
+        by_handle=st.booleans(),
     )
-    def insert(self, data, priority, ttl, spell):
+    def insert(self, data, priority, ttl, spell, space, rename, by_handle):
+        """Under the sequence's own name, or one more: in another namespace, or by other tokens."""
         sequence = self.pick(data)
         prompt = sequence.tokens[: data.draw(st.integers(0, len(sequence.tokens)))]
-        self.put_in(sequence, prompt, priority, ttl, spell)
+        if rename is not None:
+            prompt = [rename, *prompt[1:]] if prompt else prompt
+        space = sequence.space if space is ... else space
+        handle = None
+        if by_handle and space == sequence.space and prompt[: len(sequence.handled)] == sequence.handled:
+            sequence.handled, handle = prompt, sequence.handle
+        self.put_in(sequence, prompt, priority, ttl, spell, space, handle)
 
-    def put_in(self, sequence, prompt, priority, ttl, spell):
+    def put_in(self, sequence, prompt, priority, ttl, spell, space, handle=None):
         n = min(len(prompt), sequence.cache.seq_len) // self.size
         table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
-        new = self.twin.insert(sequence.space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
-        added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=sequence.space,
-                                     priority=priority, ttl=ttl)
+        new = self.twin.insert(space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
+        added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=space,
+                                     priority=priority, ttl=ttl, handle=handle)
         assert added == len(new)
         for block in new:
             at = table.index(block) * self.size
@@ -187,7 +196,7 @@ class Machine(RuleBasedStateMachine):
         self.begin_sequence(prompt, space, list)
         sequence = self.sequences[-1]
         self.append(sequence, len(prompt) - sequence.cache.seq_len)
-        self.put_in(sequence, prompt, priority, ttl, list)
+        self.put_in(sequence, prompt, priority, ttl, list, space)
         self.sequences.remove(sequence)
         sequence.cache.release(self.store)
 
@@ -212,6 +221,13 @@ class Machine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.clock.now += seconds
 
+    @rule(data=st.data(), space=st.sampled_from(SPACES), more=tokens, start=st.sampled_from([0, 0, 1, 2, 5]))
+    def forget(self, data, space, more, start):
+        known = data.draw(st.sampled_from([(), *self.twin.spaces.get(space, ())]))
+        prompt = (*known, *more)
+        if len(self.twin.blocks()) > 3 or not known:
+            assert self.prefixes.forget(prompt, namespace=space, start=start) == self.twin.forget(space, prompt, start)
+
     @precondition(lambda self: len(self.twin.blocks()) > 6)
     @rule()
     def clear(self):
@@ -221,7 +237,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.twin.blocks()) > 6)
     @rule(space=st.sampled_from(SPACES))
     def clear_one(self, space):
-        assert self.prefixes.clear(namespace=space) == len(self.twin.spaces.pop(space, ()))
+        assert self.prefixes.clear(namespace=space) == self.twin.clear(space)
 
     # --- what is always true ---
 

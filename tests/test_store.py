@@ -379,12 +379,21 @@ def test_a_store_without_init_refuses_everything():
     assert (store.total_blocks, store.free_block_count) == (0, 0)
     with pytest.raises(pagedkv.PagedStoreExhausted):
         store.acquire()
-    with pytest.raises(pagedkv.PagedStoreExhausted):
-        cache.reserve(store, 1)
     with pytest.raises((IndexError, ValueError)):
         store.k_row(0, 0)
-    with pytest.raises((IndexError, ValueError, pagedkv.PagedStoreExhausted)):
-        cache.push(store, rows(1), rows(1))
+    q = np.zeros((1, 1, 1), np.float32)
+    for use in (
+        lambda: cache.push(store, rows(1), rows(1)),
+        lambda: cache.append_contiguous(store, rows(0, 1), rows(0, 1), 0),
+        lambda: cache.reserve(store, 1),
+        lambda: cache.release(store),
+        lambda: cache.to_contiguous(store),
+        lambda: pagedkv.Step(store, cache),
+        lambda: pagedkv.reorder(store, [cache], [0]),
+        lambda: pagedkv.paged_attention(q, store, cache),
+    ):
+        with pytest.raises(RuntimeError, match="^store: its __init__ has not run"):
+            use()
     repr(store)
     store.check()
 

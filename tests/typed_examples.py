@@ -308,6 +308,8 @@ def example_prefixes() -> None:
     assert_type(prefixes.stats().hit_tokens, int)
     assert_type(prefixes.evict(1), int)
     assert_type(prefixes.reclaim(1), int)
+    assert_type(prefixes.forget([1, 2, 3, 4], namespace=b"a", start=2), int)
+    assert_type(prefixes.insert(range(9), cache, handle=pagedkv.PrefixHandle()), int)
     assert_type(prefixes.clear(namespace=b"a") + prefixes.clear(namespace=None) + prefixes.clear(), int)
     prefixes.check()
     with pytest.raises(TypeError):
@@ -339,6 +341,21 @@ def example_admission() -> None:
         waiting[0].n_most = 5  # type: ignore[misc]
     with pytest.raises(TypeError):
         pagedkv.plan_admission(store, [[1, 2, 3]])  # type: ignore[list-item]
+
+
+def example_shapes() -> None:
+    from pagedkv.serving import ModelStores
+    from pagedkv.shapes import LayerShape, group_layers, layer_shapes, model_shapes, window_of
+
+    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16}
+    shapes = assert_type(layer_shapes(config), tuple[LayerShape, ...])
+    assert_type(ModelStores(shapes, 8).groups[0].shape, LayerShape)
+    assert_type(shapes[0].v_head_dim + shapes[0].first_needed(9) + shapes[0].most_held(9, chunk=2, block_size=4), int)
+    assert_type(group_layers(shapes), dict[LayerShape, tuple[int, ...]])
+    assert_type(model_shapes(config, latent="split").max_positions, int | None)
+    assert_type(window_of(config, 0), int | None)
+    with pytest.raises(ValueError, match="latent"):
+        layer_shapes(config, latent="other")  # type: ignore[arg-type]
 
 
 def example_serving() -> None:

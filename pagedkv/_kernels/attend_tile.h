@@ -1,5 +1,5 @@
 /* The kernels of attention that see floats only, in the vocabulary of simd.h, and the table of all kernels of a set.
- * No guard: included once per instruction set. Signatures and meaning: simd_kernels in simd.h.
+ * No guard: included once per instruction set, the last of all. Signatures and meaning: simd_kernels in simd.h.
  */
 
 /* --- scores: lanes along query rows, for many of them ---------------------------------------------- */
@@ -179,7 +179,7 @@ static void V(add_scaled_row)(float *dst, const float *src, float factor, ptrdif
 #define STRINGIZE(x) STRINGIZE_(x)
 #define DTYPE(name)                                                                                           \
     {V(score_dots_##name), V(accumulate_rows_##name), V(widen_##name), V(narrow_##name)}
-static const simd_kernels V(kernels) = {
+const simd_kernels V(simd_kernels) = {
     STRINGIZE(SIMD_ISA),
     LANES,
     {DTYPE(f32), DTYPE(f16), DTYPE(bf16), DTYPE(i8)},
@@ -191,6 +191,3 @@ static const simd_kernels V(kernels) = {
     V(scale_row),
     V(add_scaled_row),
 };
-#undef STRINGIZE
-#undef STRINGIZE_
-#undef DTYPE

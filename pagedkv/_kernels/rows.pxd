@@ -24,11 +24,11 @@ cdef struct GivenRows:
 # Where a format is NULL, rows move as bytes; else they are converted from or to floats.
 
 cdef void gather_blocks(
-    float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t[::1] table,
+    float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t* table,
     Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void append_rows(
-    stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t[::1] table,
+    stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t* table,
     Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void scatter_rows(

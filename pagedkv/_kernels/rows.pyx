@@ -139,7 +139,7 @@ cdef void run_move(Move* move, int n_threads) noexcept nogil:
 
 
 cdef void gather_blocks(
-        float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t[::1] table,
+        float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t* table,
         Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil:
     """dst[p] = row of position p, for p in [0, n)."""
     cdef Move move
@@ -147,7 +147,7 @@ cdef void gather_blocks(
         return
     move.rows = <char*>&store_rows[0, 0]
     move.linear = <char*>&dst[0, 0]
-    move.table = &table[0]
+    move.table = table
     move.block_size = block_size
     move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
     move.linear_bytes = dst.shape[1] * sizeof(float)
@@ -159,7 +159,7 @@ cdef void gather_blocks(
 
 
 cdef void append_rows(
-        stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t[::1] table,
+        stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t* table,
         Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
     """Row of position start + i = row i of src, for i in [0, n)."""
     cdef Move move
@@ -167,7 +167,7 @@ cdef void append_rows(
         return
     move.rows = <char*>&store_rows[0, 0]
     move.linear = <char*>src.data
-    move.table = &table[0]
+    move.table = table
     move.block_size = block_size
     move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
     move.linear_bytes = src.row_bytes

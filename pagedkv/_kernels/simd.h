@@ -1,15 +1,16 @@
 /* Inner kernels for every instruction set, in one portable build.
  *
  * One vocabulary of vector operations is written once per instruction set; the bodies are written once in
- * that vocabulary and compiled once per set. Which table of kernels runs is chosen when the module is imported.
+ * that vocabulary and compiled once per set, each set in a file of its own, so that they compile side by side. Which
+ * table of kernels runs is chosen when the module is imported.
  *
  *     simd.h                      what a table of kernels is
- *     simd_<isa>.h                the words below, for one instruction set
- *     simd_math.h                 exp, tanh                                      } compiled for each set
- *     simd_dtypes.h               reading and writing each dtype                 }
- *     attend_rows.h               scores and accumulation, for each dtype        }
- *     attend_tile.h               panels, softmax, and the set's table           }
- *     simd_sets.h                 puts them together, and asks the machine
+ *     simd_<isa>.c                the words below, for one instruction set, and in them (simd_bodies.h)
+ *         simd_math.h             exp, tanh
+ *         simd_dtypes.h           reading and writing each dtype
+ *         attend_rows.h           scores and accumulation, for each dtype
+ *         attend_tile.h           panels, softmax, and the set's table: all that other files see of it
+ *     simd_sets.h                 asks the machine which of them it can run
  *
  * The vocabulary, where V(name) is name_<isa>:
  *
@@ -33,15 +34,27 @@
 #ifndef PAGEDKV_SIMD_H
 #define PAGEDKV_SIMD_H
 
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h> /* before any target is pushed: its functions carry their own */
+#include <immintrin.h> /* before any target is set: its functions carry their own */
 #elif defined(__aarch64__) && defined(__ARM_NEON)
 #include <arm_neon.h>
+#endif
+
+/* What this compiler can aim at, beside plain C. A set that it cannot aim at is an empty file. */
+#if defined(__SSE2__) || defined(_M_X64)
+#define SIMD_HAS_SSE2 1
+#endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#define SIMD_HAS_AVX 1 /* AVX2 and AVX-512: named in the file, whatever the flags of the build */
+#endif
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#define SIMD_HAS_NEON 1
 #endif
 
 /* A build with sanitizers (setup.py) has one copy of each kernel, and loops in it: the same loads and stores are checked
@@ -215,5 +228,9 @@ typedef struct {
     void (*scale_row)(float *dst, const float *src, float factor, ptrdiff_t n);
     void (*add_scaled_row)(float *dst, const float *src, float factor, ptrdiff_t n);
 } simd_kernels;
+
+/* Each from its own file. What is compiled for a set is static but for this table: nothing of it can stand in for code
+ * that runs on every machine. */
+extern const simd_kernels simd_kernels_plain, simd_kernels_sse2, simd_kernels_avx2, simd_kernels_avx512, simd_kernels_neon;
 
 #endif

@@ -95,6 +95,8 @@ static void V(narrow_i8)(void *dst, float *scale, const float *src, ptrdiff_t n)
     for (int i = 0; i < LANES; ++i)
         most = each[i] > most ? each[i] : most;
     *scale = V(sum)(odd) == 0.0f ? most / 127.0f : NAN;
+    if (*scale * 127.0f > FLT_MAX) /* it was rounded up, and what it stands for would not be finite */
+        *scale = nextafterf(*scale, 0.0f);
     if (!(*scale > 0.0f)) {
         memset(p, 0, (size_t)n);
         return;

@@ -1,80 +1,12 @@
-/* Every instruction set that this compiler can aim at, and which of them this machine can run. For one module only:
- * the kernels are static. */
+/* Which of the instruction sets that this build has the machine can run. For simd.pyx only, which is linked with them. */
 #ifndef PAGEDKV_SIMD_SETS_H
 #define PAGEDKV_SIMD_SETS_H
 
 #include "simd.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <cpuid.h>
-#endif
-
-/* --- every instruction set that this compiler can aim at, the plainest first ----------------------- */
-
-#define SIMD_ISA plain
-#include "simd_plain.h"
-#include "simd_math.h"
-#include "simd_dtypes.h"
-#include "attend_tile.h"
-#include "simd_end.h"
-
-#if defined(__SSE2__) || defined(_M_X64)
-#define SIMD_HAS_SSE2 1
-#define SIMD_ISA sse2
-#include "simd_sse2.h"
-#include "simd_math.h"
-#include "simd_dtypes.h"
-#include "attend_tile.h"
-#include "simd_end.h"
-#endif
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SIMD_HAS_AVX 1
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-#define SIMD_ISA avx2
-#include "simd_avx2.h"
-#include "simd_math.h"
-#include "simd_dtypes.h"
-#include "attend_tile.h"
-#include "simd_end.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f")
-#endif
-#define SIMD_ISA avx512
-#include "simd_avx512.h"
-#include "simd_math.h"
-#include "simd_dtypes.h"
-#include "attend_tile.h"
-#include "simd_end.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-#if defined(__aarch64__) && defined(__ARM_NEON)
-#define SIMD_HAS_NEON 1
-#define SIMD_ISA neon
-#include "simd_neon.h"
-#include "simd_math.h"
-#include "simd_dtypes.h"
-#include "attend_tile.h"
-#include "simd_end.h"
-#endif
-
 #ifdef SIMD_HAS_AVX
+#include <cpuid.h>
+
 /* gcc's __builtin_cpu_supports has not always known this one. */
 static int simd_has_f16c(void) {
     unsigned a, b, c, d;
@@ -117,17 +49,17 @@ static const simd_kernels *simd_supported(int i) {
     int n = 0;
 #ifdef SIMD_HAS_AVX
     if (__builtin_cpu_supports("avx512f"))
-        sets[n++] = &kernels_avx512;
+        sets[n++] = &simd_kernels_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && simd_has_f16c())
-        sets[n++] = &kernels_avx2;
+        sets[n++] = &simd_kernels_avx2;
 #endif
 #ifdef SIMD_HAS_SSE2
-    sets[n++] = &kernels_sse2;
+    sets[n++] = &simd_kernels_sse2;
 #endif
 #ifdef SIMD_HAS_NEON
-    sets[n++] = &kernels_neon;
+    sets[n++] = &simd_kernels_neon;
 #endif
-    sets[n++] = &kernels_plain;
+    sets[n++] = &simd_kernels_plain;
     return i >= 0 && i < n ? sets[i] : NULL;
 }
 

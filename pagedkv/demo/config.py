@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedkv.demo.errors import ModelFileError
 from pagedkv.demo.gguf_file import GgufFile
+from pagedkv.shapes import LayerShape, layer_shapes
 
 _ARCHITECTURE = "gemma3"
 # Every sixth layer sees the whole context, if the file does not say otherwise.
@@ -21,25 +22,34 @@ _LAYERS_OF_27B = 62
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. `windows` has one entry a layer: positions it sees, or None for all of them."""
+    """The shape of a model."""
 
     vocabulary: int
     width: int
     feed_forward: int
     n_q_heads: int
-    n_kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    layers: tuple[LayerShape, ...]
     context_length: int
     norm_epsilon: float
-    windows: tuple[int | None, ...]
     rope_base: float
     rope_base_windowed: float
     rope_scale: float
 
     @property
     def n_layers(self) -> int:
-        return len(self.windows)
+        return len(self.layers)
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.layers[0].n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.layers[0].v_head_dim
 
     @property
     def attention_scale(self) -> float:
@@ -54,12 +64,23 @@ class Config:
             raise ModelFileError(f"architecture: expected {_ARCHITECTURE!r}, got {architecture!r}")
         keys = _Keys(file.metadata)
         width, n_q_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-        n_kv_heads = keys.integer("attention.head_count_kv", n_q_heads)
         head_dim = keys.integer("attention.key_length", max(1, width // n_q_heads))
-        if n_q_heads % n_kv_heads:
-            raise ModelFileError(f"{n_q_heads} query heads cannot share {n_kv_heads} key heads evenly")
         if head_dim % 2:
             raise ModelFileError(f"attention.key_length: expected an even number, got {head_dim}")
+        shape = {
+            "model_type": _ARCHITECTURE,
+            "num_hidden_layers": keys.integer("block_count"),
+            "num_attention_heads": n_q_heads,
+            "num_key_value_heads": keys.integer("attention.head_count_kv", n_q_heads),
+            "head_dim": head_dim,
+            "v_head_dim": keys.integer("attention.value_length", head_dim),
+            "sliding_window": keys.integer("attention.sliding_window"),
+            **keys.pattern("attention.sliding_window_pattern"),
+        }
+        try:
+            layers = layer_shapes(shape)
+        except (ValueError, TypeError) as error:
+            raise ModelFileError(f"{_ARCHITECTURE}: {error}") from error
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelFileError("tensor token_embd.weight is missing")
@@ -71,12 +92,9 @@ class Config:
             width=width,
             feed_forward=keys.integer("feed_forward_length"),
             n_q_heads=n_q_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=keys.integer("attention.value_length", head_dim),
+            layers=layers,
             context_length=keys.integer("context_length"),
             norm_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
-            windows=_windows(keys),
             rope_base=keys.number("rope.freq_base", 1e6),
             rope_base_windowed=keys.number("rope.freq_base_swa", 1e4),
             rope_scale=keys.number("rope.scaling.factor", 1.0) if scaling == "linear" else 1.0,
@@ -107,13 +125,9 @@ class _Keys:
             raise ModelFileError(f"{_ARCHITECTURE}.{name}: expected a positive number, got {value!r}")
         return float(value)
 
-
-def _windows(keys: _Keys) -> tuple[int | None, ...]:
-    """The window of every layer. The pattern is a period (its last layer sees all) or one flag a layer."""
-    n_layers, window = keys.integer("block_count"), keys.integer("attention.sliding_window")
-    pattern = keys.value("attention.sliding_window_pattern", _WINDOW_PATTERN)
-    if isinstance(pattern, int) and pattern > 0:
-        return tuple(None if layer % pattern == pattern - 1 else window for layer in range(n_layers))
-    if isinstance(pattern, np.ndarray) and len(pattern) == n_layers:
-        return tuple(window if windowed else None for windowed in pattern.tolist())
-    raise ModelFileError(f"{_ARCHITECTURE}.attention.sliding_window_pattern: got {pattern!r}")
+    def pattern(self, name: str) -> dict[str, Any]:
+        """Which layers have the window: a period, whose last layer sees all, or one flag a layer."""
+        pattern = self.value(name, _WINDOW_PATTERN)
+        if isinstance(pattern, np.ndarray) and len(pattern) == self.integer("block_count"):
+            return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
+        return {"sliding_window_pattern": self.integer(name, _WINDOW_PATTERN)}

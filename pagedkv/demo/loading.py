@@ -15,7 +15,7 @@ from pagedkv.demo.errors import DemoError, ModelFileError
 from pagedkv.demo.gguf_file import GgufFile
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.tokenizer import Tokenizer
-from pagedkv.serving import LayerShape, ModelStores
+from pagedkv.serving import ModelStores
 
 
 class ModelFile:
@@ -70,14 +70,9 @@ def make_stores(config: Config, n_blocks: int, options: argparse.Namespace) -> M
     """Stores for the model, of the block size and dtype that the options ask for. DemoError: no memory for them."""
     size = options.block_size
     try:
-        return ModelStores(layer_shapes(config), n_blocks, block_size=size, dtype=options.kv_dtype)
+        return ModelStores(config.layers, n_blocks, block_size=size, dtype=options.kv_dtype)
     except (MemoryError, ValueError) as error:
         raise DemoError(f"{n_blocks} blocks of {size} positions: no memory for a store of that size") from error
-
-
-def layer_shapes(config: Config) -> list[LayerShape]:
-    """One for each layer of the model."""
-    return [LayerShape(window, config.n_kv_heads, config.head_dim, config.v_head_dim) for window in config.windows]
 
 
 def say(line: str) -> None:

@@ -97,9 +97,9 @@ class Gemma3:
         rotation_full = _rotation(positions, self._frequencies_full)
         rotation_windowed = _rotation(positions, self._frequencies_windowed)
         x = self._embed(tokens)
-        for index, (layer, window) in enumerate(zip(self._layers, config.windows, strict=True)):
+        for index, (layer, shape) in enumerate(zip(self._layers, config.layers, strict=True)):
             h = _rms_norm(x, layer.attention_norm, epsilon)
-            q, k, v = self._split_qkv(h @ layer.qkv, layer, rotation_windowed if window else rotation_full)
+            q, k, v = self._split_qkv(h @ layer.qkv, layer, rotation_windowed if shape.window else rotation_full)
             h = attend(index, q, k, v).reshape(len(x), -1)
             x += _rms_norm(_narrow(h, layer.attention_out), layer.post_attention_norm, epsilon)
 

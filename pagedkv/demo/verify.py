@@ -38,7 +38,7 @@ class ContiguousKv:
     def attend(self, layer: int, q: F32, k: F32, v: F32) -> F32:
         cache = self._caches[layer]
         cache.extend(k, v)
-        window, scale = self._config.windows[layer], self._config.attention_scale
+        window, scale = self._config.layers[layer].window, self._config.attention_scale
         out: F32 = attention(q, cache.k, cache.v, scale=scale, window=window)
         return out
 

@@ -32,7 +32,8 @@ from pagedkv.serving.prefixes import ModelPrefixes
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.scheduler import Scheduler, SchedulerCounts
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
-from pagedkv.serving.stores import LayerGroup, LayerShape, ModelStores
+from pagedkv.serving.stores import LayerGroup, ModelStores
+from pagedkv.shapes import LayerShape
 
 __all__ = [
     "Batch",

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Literal, SupportsIndex, cast
 
 from pagedkv import PagedStoreExhausted, Waiting, plan_admission
-from pagedkv._arrays import as_size
+from pagedkv._arrays import as_flag, as_size
 from pagedkv._keys import Tokens, as_count, as_namespace, as_stop_tokens, as_token_ids
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
@@ -116,7 +116,7 @@ class Scheduler:
         self.counts = SchedulerCounts()
         self._max_running = max_running
         self._prefill_rows = prefill_rows
-        self._share_prefixes = share_prefixes
+        self._share_prefixes = as_flag(share_prefixes, "share_prefixes")
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []
         self._n_submitted = 0
@@ -390,7 +390,7 @@ class Scheduler:
     def _has_room(self, sequence: ModelSequence, n_new: int) -> bool:
         """Whether so many positions more fit into all stores, with eviction."""
         for group, cache in zip(self.stores.groups, sequence.caches, strict=True):
-            n_positions = cache.seq_len + group.at_once(n_new, self._prefill_rows)
+            n_positions = cache.seq_len + group.shape.most_held(n_new, self._prefill_rows, self.stores.block_size)
             asked = Waiting(n_positions=n_positions, cache=cache)
             [answer] = plan_admission(group.store, [asked], prefix=group.prefix)
             if not answer.can_start:

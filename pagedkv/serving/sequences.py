@@ -74,7 +74,7 @@ class ModelSequence:
             No number.
         """
         return n_positions <= self.seq_len and all(
-            cache.first_position <= group.first_needed(n_positions) for group, cache in self._places()
+            cache.first_position <= group.shape.first_needed(n_positions) for group, cache in self._places()
         )
 
     def truncate(self, n_positions: int) -> None:
@@ -115,7 +115,8 @@ class ModelSequence:
         """
         try:
             for group, cache in self._places():
-                cache.reserve(group.store, n_new if chunk is None else group.at_once(n_new, chunk))
+                n = n_new if chunk is None else group.shape.most_held(n_new, chunk, group.store.block_size)
+                cache.reserve(group.store, n)
         except BaseException:
             self.give_back_reserved()
             raise
@@ -128,7 +129,7 @@ class ModelSequence:
     def drop_unneeded(self) -> None:
         """Gives back what the windows have left behind."""
         for group, cache in self._places():
-            cache.drop_before(group.store, group.first_needed(cache.seq_len))
+            cache.drop_before(group.store, group.shape.first_needed(cache.seq_len))
 
     def release(self) -> None:
         """Gives every block back."""

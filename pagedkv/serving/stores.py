@@ -14,39 +14,10 @@ from typing import TYPE_CHECKING
 from pagedkv import PagedKvStore, PrefixCache
 from pagedkv._arrays import as_size
 from pagedkv.serving.prefixes import ModelPrefixes
+from pagedkv.shapes import LayerShape, group_layers
 
 if TYPE_CHECKING:
     from pagedkv._arrays import _DType
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What decides in which store a layer's K/V live.
-
-    Attributes
-    ----------
-    window : int or None
-        How many positions a query of the layer sees, itself included; None: all.
-    n_kv_heads, head_dim : int
-        Heads of K and V, and values of a K head.
-    v_head_dim : int or None
-        Values of a V head; None: ``head_dim``.
-
-    Notes
-    -----
-    Threads: a plain value.
-
-    Examples
-    --------
-    >>> from pagedkv.serving import LayerShape
-    >>> LayerShape(window=512, n_kv_heads=1, head_dim=256) == LayerShape(512, 1, 256)
-    True
-    """
-
-    window: int | None
-    n_kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +43,7 @@ class LayerGroup:
     --------
     >>> from pagedkv.serving import LayerShape, ModelStores
     >>> [group] = ModelStores([LayerShape(8, n_kv_heads=1, head_dim=4)] * 3, total_blocks=4).groups
-    >>> group.layers, group.window, group.first_needed(20)
+    >>> group.layers, group.window, group.shape.first_needed(20)
     ((0, 1, 2), 8, 13)
     """
 
@@ -85,47 +56,6 @@ class LayerGroup:
     def window(self) -> int | None:
         """How many positions a query of these layers sees, itself included; None: all."""
         return self.shape.window
-
-    def first_needed(self, seq_len: int) -> int:
-        """The first position that queries from position ``seq_len`` on can see.
-
-        Parameters
-        ----------
-        seq_len : int
-            Positions of the sequence so far.
-
-        Returns
-        -------
-        int
-
-        Raises
-        ------
-        TypeError
-            No number.
-        """
-        return 0 if self.window is None else max(0, seq_len + 1 - self.window)
-
-    def at_once(self, n_new: int, chunk: int) -> int:
-        """How many new positions are held at once by who grows in pieces and drops what is left behind.
-
-        Parameters
-        ----------
-        n_new : int
-            Positions that are to come.
-        chunk : int
-            Positions of a piece.
-
-        Returns
-        -------
-        int
-            At most ``n_new``.
-
-        Raises
-        ------
-        TypeError
-            No number.
-        """
-        return n_new if self.window is None else min(n_new, self.window + chunk)
 
     @property
     def row_dtype(self) -> str:
@@ -202,8 +132,7 @@ class ModelStores:
                 raise TypeError(f"shapes[{layer}]: expected a LayerShape, got {type(shape).__name__}")
             if shape.window is not None:
                 as_size(shape.window, f"shapes[{layer}].window", 1, sys.maxsize)
-        for number, shape in enumerate(dict.fromkeys(shapes)):
-            layers = tuple(layer for layer, its_shape in enumerate(shapes) if its_shape == shape)
+        for number, (shape, layers) in enumerate(group_layers(shapes).items()):
             for index, layer in enumerate(layers):
                 self._place[layer] = (number, index)
             store = PagedKvStore(

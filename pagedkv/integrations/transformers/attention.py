@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sliding_window_overlay
 
 import pagedkv
 from pagedkv.integrations.torch import as_rows, as_tensor
+from pagedkv.shapes import window_of
 
 NAME = "pagedkv"
 
@@ -226,11 +226,7 @@ def _window_of(module: torch.nn.Module) -> int | None:
     """The sliding window that a layer has by its configuration."""
     layer = getattr(module, "layer_idx", None)
     config = getattr(module, "config", None)
-    if layer is None or config is None:
-        return None
-    _, options = get_layer_types_and_kwargs(config)
-    window: int | None = options[layer].get("sliding_window")
-    return window
+    return None if layer is None or config is None else window_of(config, layer)
 
 
 def _refuse_unsupported(

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
+from pagedkv._arrays import as_flag
 from pagedkv._keys import as_namespace, as_stop_tokens
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys
@@ -146,7 +147,7 @@ def generate_batch(
     _check_config(config)
     tokens = [_as_tokens(prompt, number, model) for number, prompt in enumerate(prompts)]
     lengths = [_count_new(config, len(prompt), number) for number, prompt in enumerate(tokens)]
-    namespace = as_namespace(namespace)
+    namespace, shows = as_namespace(namespace), as_flag(progress, "progress")
     if stores is None:
         stores = PagedStores(model, _blocks_for_the_longest(max_running, tokens, lengths), block_size=_BLOCK_SIZE)
     elif not isinstance(stores, PagedStores):
@@ -169,7 +170,7 @@ def generate_batch(
         except ValueError as error:
             raise ValueError(f"prompts[{number}]: {error}") from None
         samplers[request] = _Sampler(model, config, request, logits_processor, seed)
-    bar = _make_bar(lengths) if progress else None
+    bar = _make_bar(lengths) if shows else None
     return _run(_Engine(model, stores, samplers), scheduler, name if namespace is None else ..., bar)
 
 

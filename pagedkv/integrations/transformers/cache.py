@@ -47,7 +47,7 @@ class _Batch:
 
     def first_visible(self, layer: int) -> int:
         """The first of the model's positions that the next queries of a layer can see."""
-        return self.stores.group_of(layer).first_needed(self.length)
+        return self.stores.group_of(layer).shape.first_needed(self.length)
 
     # --- a forward pass through the block tables ---
 
@@ -366,7 +366,8 @@ class PagedCache(Cache):
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from pagedkv.integrations.transformers import PagedCache, PagedStores
     >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-    ...                      num_attention_heads=4, num_key_value_heads=2, attn_implementation="pagedkv")
+    ...                      num_attention_heads=4, num_key_value_heads=2, attn_implementation="pagedkv",
+    ...                      eos_token_id=None)
     >>> model = LlamaForCausalLM(config).eval()
     >>> stores = PagedStores(model, total_blocks=64)
     >>> cache = PagedCache(stores)

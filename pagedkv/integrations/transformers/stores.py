@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as _MASKED
 
-from pagedkv.serving import LayerShape, ModelStores
+from pagedkv.serving import ModelStores
+from pagedkv.shapes import layer_shapes
 
 if TYPE_CHECKING:
     from pagedkv._arrays import _DType
-
-
-def layer_shapes(config: PretrainedConfig) -> list[LayerShape]:
-    """The shape of each layer of a decoder, from its configuration.
-
-    Raises
-    ------
-    ValueError
-        A kind of layer whose past is not K and V of positions, or is shared between layers.
-    """
-    types, options = get_layer_types_and_kwargs(config)
-    foreign = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if foreign:
-        raise ValueError(f"config: expected layers of full or sliding-window attention, got {', '.join(foreign)}")
-    shapes = []
-    for layer, own, option in zip(range(len(types)), config.per_layer_config, options, strict=True):
-        n_q_heads = own.num_attention_heads
-        n_kv_heads = getattr(own, "num_key_value_heads", None) or n_q_heads
-        head_dim = v_head_dim = getattr(own, "head_dim", None) or own.hidden_size // n_q_heads
-        if getattr(own, "kv_lora_rank", None):  # latent attention keeps what K and V are expanded from
-            n_kv_heads, head_dim, v_head_dim = 1, own.kv_lora_rank, own.qk_rope_head_dim
-        window = option.get("sliding_window")
-        if types[layer] == "sliding_attention" and not window:
-            raise ValueError(f"config: layer {layer} has a sliding window of no size")
-        shapes.append(LayerShape(window, n_kv_heads, head_dim, v_head_dim))
-    return shapes
 
 
 class PagedStores(ModelStores):
@@ -76,7 +53,7 @@ class PagedStores(ModelStores):
     Raises
     ------
     TypeError, ValueError
-        No model; layers of another kind (linear attention, chunked attention, shared K/V); numbers as for
+        No model; an encoder; layers of another kind (linear attention, chunked attention, shared K/V); numbers as for
         `PagedKvStore`.
 
     Notes
@@ -106,10 +83,13 @@ class PagedStores(ModelStores):
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PretrainedConfig):
             raise TypeError(f"model: expected a model of transformers or its configuration, got {type(model).__name__}")
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError("model: expected a decoder, got an encoder and decoder")
+        if config.model_type in _MASKED and config.model_type not in _CAUSAL:
+            raise ValueError(f"model: expected a decoder, got {config.model_type}, an encoder")
+        shapes = layer_shapes(config, latent="split")  # as the models hand latents to their caches
         self.config = config.get_text_config(decoder=True)
-        super().__init__(layer_shapes(self.config), total_blocks, block_size=block_size, dtype=dtype, debug=debug)
+        if getattr(self.config, "new_decoder_architecture", False):  # Falcon repeats K and V before it caches them
+            shapes = tuple(replace(shape, n_kv_heads=self.config.num_attention_heads) for shape in shapes)
+        super().__init__(shapes, total_blocks, block_size=block_size, dtype=dtype, debug=debug)
 
     def check_rows(self, layer: int, k_shape: Sequence[int], v_shape: Sequence[int]) -> None:
         """Refuses K and V that are not of a layer's shape.

@@ -1,4 +1,13 @@
-/* The vocabulary in AVX-512F. */
+/* The kernels in AVX-512F. */
+#define SIMD_ISA avx512
+#include "simd.h"
+
+#ifdef SIMD_HAS_AVX
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
+#else
+#pragma GCC target("avx512f")
+#endif
 
 #define LANES 16
 
@@ -91,4 +100,11 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #else
 #define IN_REGISTER(v) ((void)0)
+#endif
+
+#include "simd_bodies.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

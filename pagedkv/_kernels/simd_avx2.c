@@ -1,4 +1,13 @@
-/* The vocabulary in AVX2, FMA and F16C. */
+/* The kernels in AVX2, FMA and F16C. */
+#define SIMD_ISA avx2
+#include "simd.h"
+
+#ifdef SIMD_HAS_AVX
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
 
 #define LANES 8
 
@@ -73,4 +82,11 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
 #define IN_REGISTER(v) ((void)0)
+#endif
+
+#include "simd_bodies.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

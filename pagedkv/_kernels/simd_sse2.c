@@ -1,4 +1,8 @@
-/* The vocabulary in SSE2, which every x86-64 has. */
+/* The kernels in SSE2, which every x86-64 has. */
+#define SIMD_ISA sse2
+#include "simd.h"
+
+#ifdef SIMD_HAS_SSE2
 
 #define LANES 4
 
@@ -89,4 +93,8 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 #define IN_REGISTER(v) __asm__("" : "+x"(v))
 #else
 #define IN_REGISTER(v) ((void)0)
+#endif
+
+#include "simd_bodies.h"
+
 #endif

@@ -1,4 +1,8 @@
-/* The vocabulary in AArch64 NEON. */
+/* The kernels in AArch64 NEON. */
+#define SIMD_ISA neon
+#include "simd.h"
+
+#ifdef SIMD_HAS_NEON
 
 #define LANES 4
 
@@ -63,4 +67,8 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) { vst1_u16(p, vreinterpret_
 #define IN_REGISTER(v) __asm__("" : "+w"(v))
 #else
 #define IN_REGISTER(v) ((void)0)
+#endif
+
+#include "simd_bodies.h"
+
 #endif

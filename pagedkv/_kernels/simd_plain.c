@@ -1,4 +1,6 @@
-/* The vocabulary in plain C: for compilers and machines that the others do not know. */
+/* The kernels in plain C: for compilers and machines that the other sets do not know. */
+#define SIMD_ISA plain
+#include "simd.h"
 
 #define LANES 4
 
@@ -107,3 +109,5 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
 #define DOT_ROWS(n) ((n) <= 2 ? 4 : 3)
 
 #define IN_REGISTER(v) ((void)0)
+
+#include "simd_bodies.h"

@@ -1,0 +1,456 @@
+"""A radix tree over token ids, whose path to a block is the key of that block; the order of its use, and terms.
+
+    block_size = 4                       a, b, ... are tokens; [7] is the block whose last token is the one before it
+
+    root -- a b c d [7] e f -- g h [3] i j k l [9]
+                            \\- x y [5]
+
+Edges end anywhere, also inside a block: `[3]` and `[5]` both hold the K/V of `e f`, each followed by its own tokens.
+So the longest common beginning is found token by token, and tokens are compared, never hashes of them. Always true:
+
+- the multiples of the block size along a path each have one block, which belongs to the node they lie in;
+- a leaf ends at such a multiple;
+- a node was used before its parent, has no higher priority and no later term.
+
+The last one makes the order of use an order of eviction. Each namespace, a root, keeps the nodes that could give
+something up in a heap, and the namespaces lie in another one: what goes next is at the top of both, whatever else is
+there. A block may have several names, in one namespace or in several; it is given up with the last of them.
+
+Integers and structures only: no Python object, no bytes of K/V, and nothing that can fail once a change has begun.
+What needs memory has it before. So a change is seen as a whole or not at all, by finalizers, signal handlers and
+other threads too: whoever calls has the lock of the books.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memmove, memset
+
+from pagedkv._radix.nodes cimport (
+    INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find, find_from,
+    hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of,
+    shrink, unlink, unlist)
+from pagedkv._radix.order cimport (
+    add_place, list_term, mend_node, mend_space, protect, radix_is_idle, rank_of, remove_place, rename_place, set_rank,
+    settle, unlist_term)
+
+
+cdef Py_ssize_t radix_match(const RadixTree* tree, Key key) noexcept nogil:
+    cdef int64_t n
+    find(tree, key, &n)
+    return n
+
+
+cdef Py_ssize_t radix_blocks(const RadixTree* tree, Key key, int32_t* table) noexcept nogil:
+    cdef int64_t n, end, first, size = tree.block_size
+    cdef int32_t node = find(tree, key, &n)
+    cdef const Node* it
+    if n == 0:
+        return 0
+    end = block_end(tree, n)
+    node = descend(tree, node, end)
+    while tree.nodes[node].parent:
+        it = &tree.nodes[node]
+        first = it.start // size
+        if min(end, it.end) // size > first:
+            memcpy(&table[first], it.blocks, (min(end, it.end) // size - first) * sizeof(int32_t))
+        node = it.parent
+    return n
+
+
+# --- using a path ----------------------------------------------------------------------------------
+
+cdef int prepare_cut(RadixTree* tree, int32_t node, int64_t at, Cut* cut) noexcept nogil:
+    """The memory for a node that ends at `at`, a position in this one or at its ends, and one more for what follows."""
+    cdef const Node* it
+    cdef int64_t n_blocks
+    cut.node = node
+    cut.at = at
+    cut.key = NULL
+    cut.blocks = NULL
+    if reserve_nodes(tree, tree.nodes[node].space, 2) < 0:
+        return -1
+    it = &tree.nodes[node]
+    if not it.start < at < it.end:
+        return 0
+    n_blocks = at // tree.block_size - it.start // tree.block_size
+    cut.key = <int64_t*>raw_malloc((at - it.start) * sizeof(int64_t))
+    if cut.key is NULL:
+        return -1
+    cut.blocks = <int32_t*>raw_malloc(max(n_blocks, 1) * sizeof(int32_t))
+    if cut.blocks is NULL:
+        raw_free(cut.key)
+        cut.key = NULL
+        return -1
+    return 0
+
+
+cdef int32_t do_cut(RadixTree* tree, Cut* cut) noexcept nogil:
+    """The node that ends there: a new one above the other, which keeps what follows."""
+    cdef int32_t node = cut.node, upper, i
+    cdef Node* it = &tree.nodes[node]
+    cdef Node* above
+    cdef int64_t n, n_blocks
+    if cut.key is NULL:
+        return node if cut.at > it.start or it.parent == 0 else it.parent
+    n = cut.at - it.start
+    n_blocks = cut.at // tree.block_size - it.start // tree.block_size
+    memcpy(cut.key, it.key, n * sizeof(int64_t))
+    memcpy(cut.blocks, it.blocks, n_blocks * sizeof(int32_t))
+    unlist(tree, node)
+    upper = new_node(tree, it.space, it.parent, it.start, cut.at, cut.key, cut.blocks, it.hash)
+    above = &tree.nodes[upper]
+    above.priority = it.priority
+    above.used = it.used  # it is used at once, and then later than what is below
+    above.n_blocks = <int32_t>n_blocks
+    above.expires = it.expires
+    list_term(tree, upper)
+    for i in range(above.n_blocks):
+        rename_place(tree, above.blocks[i], node, upper)
+    it.n_idle -= above.n_idle
+    # In the place of the other one among its sisters.
+    above.next, above.previous, above.child = it.next, it.previous, node
+    if it.previous:
+        tree.nodes[it.previous].next = upper
+    else:
+        tree.nodes[it.parent].child = upper
+    if it.next:
+        tree.nodes[it.next].previous = upper
+    it.next = it.previous = 0
+    it.parent = upper
+    it.start = cut.at
+    it.n_blocks -= above.n_blocks
+    memmove(it.key, &it.key[n], (it.end - it.start) * sizeof(int64_t))
+    memmove(it.blocks, &it.blocks[n_blocks], it.n_blocks * sizeof(int32_t))
+    shrink(it)
+    it.hash = hash_of_child(tree, upper, it.key[0])
+    tree.n_listed += 1
+    list_node(tree, node)
+    settle(tree, upper)
+    settle(tree, node)
+    return upper
+
+
+cdef void use_path(RadixTree* tree, int32_t node) noexcept nogil:
+    """Note that a path was used just now: from the leaf up, so that a parent is younger than its children."""
+    cdef Node* it = &tree.nodes[node]
+    while it.parent:
+        tree.n_uses += 1
+        it.used = tree.n_uses
+        mend_node(tree, node)
+        if it.previous:
+            unlink(tree, node)
+            link_first(tree, node)
+        node = it.parent
+        it = &tree.nodes[node]
+
+
+cdef void raise_path(RadixTree* tree, int32_t node, int64_t priority, double expires) noexcept nogil:
+    """A path has at least this priority and this term."""
+    cdef Node* it = &tree.nodes[node]
+    while it.parent:
+        if it.priority < priority:
+            it.priority = priority
+            mend_node(tree, node)
+        if it.expires < expires:
+            protect(tree, node, expires)
+        node = it.parent
+        it = &tree.nodes[node]
+
+
+cdef int radix_prepare_use(RadixTree* tree, Key key, Cut* cut) noexcept nogil:
+    cdef int64_t n, end
+    cdef int32_t node = find(tree, key, &n)
+    if n == 0:
+        cut.node = 0
+        cut.key = NULL
+        cut.blocks = NULL
+        return 0
+    end = block_end(tree, n)
+    return prepare_cut(tree, descend(tree, node, end), end, cut)
+
+
+cdef void radix_use(RadixTree* tree, Cut* cut) noexcept nogil:
+    if cut.node:
+        use_path(tree, do_cut(tree, cut))
+
+
+cdef void radix_drop(Cut* cut) noexcept nogil:
+    """After all it is not used."""
+    raw_free(cut.key)
+    raw_free(cut.blocks)
+
+
+# --- inserting -------------------------------------------------------------------------------------
+
+# Memory for what is new, had before anything is changed.
+cdef struct Fresh:
+    Cut cut
+    char* name              # of a namespace, and its order
+    int32_t* order
+    int64_t* key            # of a node
+    int32_t* blocks
+
+
+cdef int32_t new_root(RadixTree* tree, Key key, Fresh* fresh) noexcept nogil:
+    cdef int32_t space = tree.free_space
+    cdef Space* it
+    if space:
+        tree.free_space = tree.spaces[space].root
+    else:
+        space = tree.n_spaces
+        tree.n_spaces += 1
+    it = &tree.spaces[space]
+    it.name = fresh.name
+    it.n_bytes = key.n_bytes
+    tree.n_named += 1
+    it.number = tree.n_named
+    it.n_blocks = 0
+    it.n_nodes = 0
+    it.order.items = fresh.order
+    it.order.n = 0
+    it.order.room = 2
+    tree.n_namespaces += 1
+    it.root = new_node(tree, space, 0, 0, 0, NULL, NULL, hash_of_name(tree, key))
+    return it.root
+
+
+cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64_t end, int64_t n_new,
+                        bint in_place, Fresh* fresh) noexcept nogil:
+    """All the memory that inserting takes, of tokens up to `end`, n of which are known and lead to a node."""
+    cdef Node* it
+    if reserve(<void**>&tree.names, &tree.name_room, tree.n_names + max(n_new - tree.n_free_names, 0), sizeof(Name)) < 0:
+        return -1
+    if node:
+        if prepare_cut(tree, node, n, &fresh.cut) < 0:
+            return -1
+    else:
+        if (reserve(<void**>&tree.spaces, &tree.space_room, tree.n_spaces + 1, sizeof(Space)) < 0
+                or reserve(<void**>&tree.by_size.items, &tree.by_size.room, tree.n_spaces + 1, sizeof(int32_t)) < 0
+                or reserve_nodes(tree, 0, 2) < 0):
+            return -1
+        fresh.name = <char*>raw_malloc(max(key.n_bytes, 1))
+        fresh.order = <int32_t*>raw_malloc(2 * sizeof(int32_t))
+        if fresh.name is NULL or fresh.order is NULL:
+            return -1
+        if key.n_bytes > 0:
+            memcpy(fresh.name, key.name, key.n_bytes)
+    if in_place:
+        it = &tree.nodes[node]
+        return (reserve(<void**>&it.key, &it.key_room, end - it.start, sizeof(int64_t))
+                or reserve(<void**>&it.blocks, &it.block_room, it.n_blocks + n_new, sizeof(int32_t)))
+    if n_new:
+        fresh.key = <int64_t*>raw_malloc((end - n) * sizeof(int64_t))
+        fresh.blocks = <int32_t*>raw_malloc(n_new * sizeof(int32_t))
+        if fresh.key is NULL or fresh.blocks is NULL:
+            return -1
+    return 0
+
+
+cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
+                             Mark* mark) noexcept nogil:
+    cdef int64_t n, i, before = 0
+    cdef int32_t node
+    cdef int64_t first, n_blocks, n_new
+    cdef Node* it
+    cdef bint in_place
+    cdef Fresh fresh
+    if mark is not NULL and mark.number:
+        before = mark.n
+        node = find_from(tree, key, mark, &n)
+        if node < 0:
+            return -3
+    else:
+        node = find(tree, key, &n)
+    n_blocks = (before + key.n) // tree.block_size
+    first = n // tree.block_size
+    n_new = n_blocks - first
+    if n_blocks == 0 or (n_new and table[first] < 0):  # what was dropped, and is not known, cannot be
+        return 0
+    for i in range(first, n_blocks):
+        if not 0 < tree.counts[table[i]] < MAX_ITEMS:
+            return -2
+    it = &tree.nodes[node]
+    # One node for a sequence that grows: looking it up stays one comparison.
+    in_place = (n_new and node and it.parent and it.child == 0 and n == it.end
+                and it.priority <= priority and it.expires <= expires)
+    memset(&fresh, 0, sizeof(Fresh))
+    if prepare_growth(tree, key, node, n, before + key.n, n_new, in_place, &fresh) < 0:
+        raw_free(fresh.cut.key)
+        raw_free(fresh.cut.blocks)
+        raw_free(fresh.name)
+        raw_free(fresh.order)
+        raw_free(fresh.key)
+        raw_free(fresh.blocks)
+        return -1
+    node = do_cut(tree, &fresh.cut) if node else new_root(tree, key, &fresh)
+    if n_new:
+        if not in_place:
+            node = new_node(tree, tree.nodes[node].space, node, n, before + key.n, fresh.key, fresh.blocks,
+                            hash_of_child(tree, node, key.ids[n - before]))
+            tree.nodes[node].priority = priority
+            link_first(tree, node)
+            settle(tree, tree.nodes[node].parent)
+        it = &tree.nodes[node]
+        memcpy(&it.key[n - it.start], &key.ids[n - before], (before + key.n - n) * sizeof(int64_t))
+        it.end = before + key.n
+        memcpy(&it.blocks[it.n_blocks], &table[first], n_new * sizeof(int32_t))
+        it.n_blocks += <int32_t>n_new
+        tree.spaces[it.space].n_blocks += n_new
+        for i in range(first, n_blocks):
+            add_place(tree, node, table[i])
+        settle(tree, node)
+        mend_space(tree, it.space)
+    use_path(tree, node)
+    raise_path(tree, node, priority, expires)
+    if mark is not NULL:
+        mark.node = node
+        mark.number = tree.nodes[node].number
+        mark.n = before + key.n
+    return n_new
+
+
+# --- giving up -------------------------------------------------------------------------------------
+
+cdef void free_node(RadixTree* tree, int32_t node) noexcept nogil:
+    """A node without blocks, and without children, is no more."""
+    cdef Node* it = &tree.nodes[node]
+    set_rank(tree, node, NOTHING)
+    unlist_term(tree, node)
+    unlist(tree, node)
+    if it.parent:
+        unlink(tree, node)
+    raw_free(it.key)
+    raw_free(it.blocks)
+    it.key = NULL
+    it.blocks = NULL
+    tree.spaces[it.space].n_nodes -= 1
+    it.space = 0
+    it.number = 0
+    it.parent = tree.free_node
+    tree.free_node = node
+
+
+cdef void free_space(RadixTree* tree, int32_t space) noexcept nogil:
+    """A namespace in which nothing is known any more."""
+    cdef Space* it = &tree.spaces[space]
+    free_node(tree, it.root)
+    raw_free(it.name)
+    raw_free(it.order.items)
+    it.name = NULL
+    it.order.items = NULL
+    it.root = tree.free_space
+    tree.free_space = space
+    tree.n_namespaces -= 1
+
+
+cdef void remove_blocks(RadixTree* tree, int32_t node, int64_t keep) noexcept nogil:
+    """All but the first `keep` blocks of a node without children. It may be too long for them then."""
+    cdef Node* it = &tree.nodes[node]
+    while it.n_blocks > keep:
+        it.n_blocks -= 1
+        tree.spaces[it.space].n_blocks -= 1
+        remove_place(tree, node, it.blocks[it.n_blocks])
+
+
+cdef void cut_below(RadixTree* tree, int32_t node, int64_t keep) noexcept nogil:
+    """Everything that comes after the first `keep` blocks of a node, which may be too long for them then."""
+    cdef int32_t leaf = node, parent
+    while True:
+        while tree.nodes[leaf].child:
+            leaf = tree.nodes[leaf].child
+        if leaf == node:
+            break
+        parent = tree.nodes[leaf].parent
+        remove_blocks(tree, leaf, 0)
+        free_node(tree, leaf)
+        leaf = parent
+    remove_blocks(tree, node, keep)
+
+
+cdef void finish(RadixTree* tree, int32_t node) noexcept nogil:
+    """After blocks were removed from the end of a node without children: the tokens that lead nowhere go too."""
+    cdef Node* it = &tree.nodes[node]
+    cdef int32_t space = it.space, parent
+    cdef int64_t end
+    while it.parent and it.child == 0:
+        end = (it.start // tree.block_size + it.n_blocks) * tree.block_size
+        if end > it.start:
+            it.end = end
+            shrink(it)
+            settle(tree, node)
+            break
+        parent = it.parent
+        free_node(tree, node)
+        node = parent
+        it = &tree.nodes[node]
+    if it.parent == 0 and it.child == 0:
+        free_space(tree, space)
+    else:
+        mend_space(tree, space)
+
+
+cdef int64_t lead_of(const RadixTree* tree) noexcept nogil:
+    """How many blocks the namespace that gives first can give before another one holds more."""
+    cdef const Space* first = &tree.spaces[tree.by_size.items[0]]
+    cdef const Space* other
+    cdef int64_t lead = first.n_blocks
+    cdef int32_t at
+    for at in range(1, min(tree.by_size.n, 3)):
+        other = &tree.spaces[tree.by_size.items[at]]
+        if rank_of(tree, other) == rank_of(tree, first):
+            lead = min(lead, first.n_blocks - other.n_blocks)
+    return max(lead, 1)
+
+
+cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil:
+    cdef int64_t n_held = tree.n_held, n_before = tree.n_evictable, lead, keep
+    cdef int32_t node
+    cdef Node* it
+    while n_before - tree.n_evictable < n and tree.by_size.n:
+        node = tree.spaces[tree.by_size.items[0]].order.items[0]
+        it = &tree.nodes[node]
+        keep = it.n_blocks
+        if it.rank == INSIDE:
+            # What follows is held by sequences, as windows leave it: it stays theirs, and cannot be found any more.
+            while keep and not radix_is_idle(tree, it.blocks[keep - 1]):
+                keep -= 1
+            cut_below(tree, node, keep)
+        else:
+            lead = lead_of(tree)
+            while (it.n_blocks and keep - it.n_blocks < lead and n_before - tree.n_evictable < n
+                   and radix_is_idle(tree, it.blocks[it.n_blocks - 1])):
+                remove_blocks(tree, node, it.n_blocks - 1)
+        finish(tree, node)
+    tree.evicted += n_held - tree.n_held
+    return n_before - tree.n_evictable
+
+
+cdef Py_ssize_t radix_forget(RadixTree* tree, Key key, Py_ssize_t start) noexcept nogil:
+    """What is known of the tokens from the block on that has `start`, and all that continues it."""
+    cdef int64_t n, first = start // tree.block_size, n_held = tree.n_held
+    cdef int32_t node = find(tree, key, &n)
+    if first >= n // tree.block_size:
+        return 0
+    while tree.nodes[node].start // tree.block_size > first:
+        node = tree.nodes[node].parent
+    cut_below(tree, node, first - tree.nodes[node].start // tree.block_size)
+    finish(tree, node)
+    return n_held - tree.n_held
+
+
+cdef Py_ssize_t radix_clear(RadixTree* tree, const Key* key) noexcept nogil:
+    """A namespace, or all of them where there is no key."""
+    cdef int64_t n_held = tree.n_held
+    cdef int32_t space, root
+    if key is not NULL:
+        root = root_of(tree, key[0])
+        if root:
+            cut_below(tree, root, 0)
+            finish(tree, root)
+        return n_held - tree.n_held
+    for space in range(1, tree.n_spaces):
+        if tree.spaces[space].name is not NULL:
+            root = tree.spaces[space].root
+            cut_below(tree, root, 0)
+            finish(tree, root)
+    empty_pools(tree)
+    return n_held - tree.n_held

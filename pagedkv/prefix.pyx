@@ -1,0 +1,549 @@
+"""PrefixCache: which block holds the K/V of which tokens, so that a request starts on what was computed before.
+
+What it knows is in the books of the store's blocks (`BlockAllocator`), as a tree; here is what a caller gives and gets.
+Whatever may run the caller's code, or fail, comes first: the clock, the arrays, the numbers. Then the books change at once.
+"""
+
+cimport cython
+from libc.math cimport isnan
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+
+from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
+from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree
+from pagedkv._radix.order cimport radix_kind
+from pagedkv.sequence cimport PagedKvCache, new_table
+from pagedkv.store cimport PagedKvStore
+
+import sys
+import time
+import weakref
+
+import numpy as np
+
+from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
+from pagedkv.stats import PrefixStats
+
+
+@cython.final
+cdef class PrefixHandle:
+    """PrefixHandle()\n--\n
+    How far the tokens of one sequence have been inserted into a `PrefixCache`: for ``insert(..., handle=)``.
+
+    It holds nothing: what was inserted may be evicted at any time, and is then inserted anew.
+
+    Notes
+    -----
+    Threads: belongs to one sequence, and to one thread at a time, as that does.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=2, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> prefixes, cache, tokens = pagedkv.PrefixCache(store), pagedkv.PagedKvCache(), []
+    >>> handle = pagedkv.PrefixHandle()
+    >>> for token in range(6):
+    ...     tokens.append(token)
+    ...     cache.push(store, *np.ones((2, 2), np.float32))
+    ...     n_new = prefixes.insert(tokens, cache, handle=handle)       # looks at two tokens, at most
+    >>> prefixes.match([*tokens, 6])
+    6
+    """
+
+    cdef Mark mark
+    cdef object prefixes            # a weak reference to the one cache that it is used with
+    cdef bytes namespace
+
+    cdef int belong(self, PrefixCache prefixes, bytes namespace) except -1:
+        if self.mark.number == 0:
+            self.prefixes = weakref.ref(prefixes)
+            self.namespace = namespace
+        elif self.prefixes() is not prefixes or self.namespace != namespace:
+            raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
+        return 0
+
+    def __repr__(self):
+        return f"PrefixHandle({self.mark.n if self.mark.number else 0} tokens)"
+
+    def __reduce__(self):
+        raise TypeError("PrefixHandle: cannot be copied or pickled, it belongs to one sequence")
+
+
+cdef PrefixHandle as_handle(object handle):
+    if not isinstance(handle, PrefixHandle):
+        raise TypeError(f"handle: expected a PrefixHandle or None, got {describe(handle)}")
+    return <PrefixHandle>handle
+
+
+@cython.no_gc_clear  # the blocks go back to the store when the cache goes: it must still be there
+cdef class PrefixCache:
+    """PrefixCache(store, *, clock=None)\n--\n
+    Shares the blocks of equal beginnings between sequences that need not live at the same time.
+
+    It holds one reference to every block that was inserted. A store that runs short asks it before it
+    raises: the blocks that were not used for longest go first, from the ends of the known beginnings, and
+    only those that no sequence holds. If all of them are too few, none goes and the store raises
+    `PagedStoreExhausted`.
+
+    Parameters
+    ----------
+    store : PagedKvStore
+        Has one prefix cache at a time, and knows it weakly: dropping this object gives its blocks back.
+    clock : callable, optional
+        Seconds as a float, never decreasing; what ``ttl`` is measured with; `time.monotonic` without it. It may use the
+        prefix cache and the store.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No store, or a clock that cannot be called; a store that has a prefix cache already.
+
+    Notes
+    -----
+    Tokens: a list, tuple or one-dimensional integer array of ids from 0 to 2**63 - 1, compared one by one. How the
+    ids are spelled makes no difference. A ValueError names ``tokens`` where one is negative, a boolean or no integer.
+
+    Namespaces: ``bytes``, or None, which is a namespace of its own and not the same as ``b""``. Tenants, adapters or
+    salts that use different ones never share a block. Eviction takes from the namespace that holds the most blocks,
+    which is the one furthest above an equal share; a burst in one cannot push another below its share as long as
+    the first has blocks to give. Shares are an order, no reservation: nothing lies idle while a request is refused.
+
+    Names: a block may be inserted under several keys and in several namespaces. It is one block in all counts, is evictable
+    as soon as nobody but the prefix cache holds it, and is free when its last name has gone.
+
+    Threads: all methods may be called from any thread, from a finalizer and from a signal handler: each change happens at
+    once, and nobody waits. A sequence that is handed over belongs to the caller.
+
+    Method: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024,
+    section 3 (RadixAttention).
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store = pagedkv.PagedKvStore(block_size=4, total_blocks=8, n_kv_heads=1, head_dim=2)
+    >>> prefixes = pagedkv.PrefixCache(store)
+    >>> prompt, cache = [5, 6, 7, 8, 9, 10], pagedkv.PagedKvCache()
+    >>> cache.append_contiguous(store, *np.ones((2, 6, 2), np.float32), 6)
+    >>> prefixes.insert(prompt, cache)           # one whole block
+    1
+    >>> cache.release(store)
+    >>> second = pagedkv.PagedKvCache()
+    >>> prefixes.attach(second, [5, 6, 7, 8, 1, 2, 3])
+    4
+    >>> second
+    PagedKvCache(seq_len=4, capacity=4, blocks=[0])
+    """
+
+    cdef object __weakref__
+    cdef PagedKvStore _store        # None until __init__ has run
+    cdef object clock
+
+    def __init__(self, store, *, clock=None):
+        if not isinstance(store, PagedKvStore):
+            raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+        if clock is None:
+            clock = time.monotonic
+        if not callable(clock):
+            raise TypeError(f"clock: expected a callable, got {describe(clock)}")
+        if self._store is not None:
+            raise RuntimeError("PrefixCache: __init__ runs once")
+        (<PagedKvStore>store).know_prefixes(self)
+        self._store = store
+        self.clock = clock
+
+    def __dealloc__(self):
+        if self._store is not None:
+            self._store.blocks.know_nothing()
+
+    def __repr__(self):
+        self.check_made()
+        return (f"{type(self).__name__}(blocks={self._store.blocks.tree.n_held}, evictable={self.evictable_block_count}, "
+                f"store={self._store!r})")
+
+    def __reduce__(self):
+        raise TypeError("PrefixCache: cannot be copied or pickled, it holds blocks of a store by id")
+
+    @property
+    def store(self):
+        """The store whose blocks these are."""
+        return self._store
+
+    @property
+    def evictable_block_count(self):
+        """Blocks that could be given up now: nobody else holds them, and no ``ttl`` protects them. O(1)."""
+        self._end_terms()
+        return self._store.blocks.n_evictable()
+
+    def is_evictable(self, block):
+        """Whether a block is one of those that could be given up now.
+
+        Parameters
+        ----------
+        block : int
+            The id of a block of the store.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        TypeError, IndexError
+            ``block`` is no integer, or out of range.
+        """
+        self._end_terms()
+        cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
+        return self._store.blocks.is_idle(<int32_t>id)
+
+    def _is_evictable_without_one(self, block):
+        """Whether a block could be given up if one more of its holders let go."""
+        self._end_terms()
+        cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
+        cdef bint idle
+        with cython.critical_section(self._store.blocks):
+            idle = (self._store.blocks.counts[id] == 2 and radix_kind(self._store.blocks.tree, <int32_t>id) == 1)
+        return idle
+
+    # --- reading ---
+
+    def match(self, tokens, *, namespace=None):
+        """How many of these tokens' positions `attach` would reuse. Changes nothing, and is no use of them.
+
+        Parameters
+        ----------
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids, 0 to 2**63 - 1.
+        namespace : bytes, optional
+            Where to look. None is one of its own.
+
+        Returns
+        -------
+        int
+            0 to ``n - 1``: one token at least is left to compute, for its logits.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``tokens`` or ``namespace`` of a wrong kind.
+        """
+        self.check_made()
+        cdef const int64_t[::1] ids = as_token_ids(tokens)
+        cdef bytes name = as_namespace(namespace)
+        return self._store.blocks.match(key_of(name, ids, ids.shape[0] - 1), NULL)
+
+    def match_blocks(self, tokens, *, namespace=None):
+        """The ids of the whole blocks that `attach` would share: int32 ``[match(tokens) // block_size]``.
+
+        They are not retained: another thread may evict them as soon as this returns.
+
+        Arguments and errors as for `match`.
+        """
+        self.check_made()
+        cdef const int64_t[::1] ids = as_token_ids(tokens)
+        cdef bytes name = as_namespace(namespace)
+        blocks = empty_ids(ids.shape[0] // self._store.block_size + 1)
+        cdef int32_t[::1] table = blocks
+        cdef Py_ssize_t n = self._store.blocks.match(key_of(name, ids, ids.shape[0] - 1), &table[0])
+        return blocks[:n // self._store.block_size]
+
+    def attach(self, cache, tokens, *, namespace=None):
+        """Start an empty sequence on the longest beginning of ``tokens`` that is known.
+
+        Whole blocks are shared. Where the tokens part inside a block, the sequence gets a block of its own and a
+        copy of the rows that match, in all layers; if that block cannot be had, reuse ends before it.
+
+        Parameters
+        ----------
+        cache : PagedKvCache
+            Holds no blocks. It will have ``seq_len`` positions: what is returned.
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids, 0 to 2**63 - 1.
+        namespace : bytes, optional
+            Where to look. None is one of its own.
+
+        Returns
+        -------
+        int
+            Positions reused, 0 to ``n - 1``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument of a wrong kind; a cache that holds blocks.
+        RuntimeError
+            The cache is in use by a running call.
+        """
+        ids, name = as_token_ids(tokens), as_namespace(namespace)
+        if not isinstance(cache, PagedKvCache):
+            raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
+        return self._attach(cache, ids, len(ids) - 1, name)
+
+    def _attach(self, PagedKvCache cache not None, const int64_t[::1] ids not None, Py_ssize_t n_most, bytes name):
+        """`attach` to what is known of the first `n_most` tokens; what was asked for are all of them."""
+        self.check_made()
+        cdef PagedKvStore store = self._store
+        cdef Key key = key_of(name, ids, n_most)
+        cdef Py_ssize_t n, n_blocks
+        cdef int32_t tail, source
+        cdef int32_t* table = NULL
+        self._end_terms()
+        cache.lock_write()
+        try:
+            if cache.n_blocks:
+                raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
+            table = new_table(key.n // store.block_size + 1)
+            n = store.blocks.share(key, ids.shape[0], table, &tail)
+            n_blocks = (n + store.block_size - 1) // store.block_size
+            if tail >= 0:
+                source = table[n_blocks - 1]
+                table[n_blocks - 1] = tail
+                store.copy_prefix_rows(tail, source, n % store.block_size)
+                store.drop(&source, 1)
+            cache.become(store, table, n_blocks, 0, n, store.block_size)
+            table = NULL
+        finally:
+            free(table)
+            cache.end_write()
+        store.after_change()
+        return n
+
+    # --- changing ---
+
+    def insert(self, tokens, cache, *, namespace=None, priority=0, ttl=None, handle=None):
+        """Remember the whole blocks of a sequence whose tokens these are. The sequence may be running, and go on.
+
+        Parameters
+        ----------
+        tokens : list, tuple, range or integer array ``[n]``
+            What the sequence's positions were computed from. Only blocks that lie wholly within both ``n`` and
+            ``seq_len`` are taken; what is known already stays as it is.
+        cache : PagedKvCache
+            A sequence of the store. Blocks that `PagedKvCache.drop_before` gave back cannot be inserted any more: such
+            a sequence can only continue what is known up to there, or else nothing is inserted.
+        namespace : bytes, optional
+            Where they can be found again. None is one of its own.
+        priority : int, optional
+            Within a namespace, blocks of a higher priority are evicted after all those of a lower one. A block
+            has the highest that it was inserted with.
+        ttl : float, optional
+            Seconds for which the blocks of these tokens are not evicted at all; ``math.inf`` is for good.
+            `clear` takes them nevertheless.
+        handle : PrefixHandle, optional
+            Of a sequence that grows, and is inserted again and again: what went in by it before is not looked at again, so
+            that only new tokens cost time. ``tokens`` are nevertheless all of them, and something that can be sliced.
+
+        Returns
+        -------
+        int
+            Blocks that were new under these tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument of a wrong kind or value; a sequence of another store; with ``debug=True`` in the store, K or V
+            that are not finite.
+        """
+        self.check_made()
+        cdef bytes name = as_namespace(namespace)
+        if not isinstance(cache, PagedKvCache):
+            raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
+        cdef int64_t rank = as_size(priority, "priority", -sys.maxsize, sys.maxsize)
+        cdef object seconds = as_ttl(ttl)
+        cdef PrefixHandle mine = PrefixHandle() if handle is None else as_handle(handle)
+        cdef Mark mark
+        cdef Py_ssize_t n_new
+        while True:
+            mine.belong(self, name)
+            mark = mine.mark
+            n_new = self.insert_after(&mark, tokens, name, <PagedKvCache>cache, rank, seconds)
+            if n_new >= 0:
+                mine.mark = mark
+                return n_new
+            mine.mark.number = 0  # evicted since, or cleared: the tokens are looked at once more
+
+    cdef Py_ssize_t insert_after(self, Mark* mark, object tokens, bytes name, PagedKvCache cache, int64_t priority,
+                                 object seconds) except -1:
+        """-3 if what the mark stands for is not known any more."""
+        cdef PagedKvStore store = self._store
+        cdef Py_ssize_t size = store.block_size, before = mark.n if mark.number else 0
+        cdef const int64_t[::1] ids = as_token_ids(tokens[before:] if before else tokens)
+        if before and len(tokens) < before:
+            raise ValueError(f"tokens: expected the {before} that were inserted by this handle and what follows, "
+                             f"got {len(tokens)}")
+        cdef Py_ssize_t n = (before + ids.shape[0]) // size
+        cdef int32_t[::1] table = empty_ids(n)
+        cdef double expires = self._end_terms() if seconds is None else self.now()
+        expires = NEVER if seconds is None else expires + <double>seconds
+        if store.debug:
+            check_finite(store, cache, n)
+        # From here on nobody else runs, and the sequence is what it is.
+        n = min(n, cache.length // size)
+        if n == 0 or n * size < before:
+            return 0
+        if cache.store is not store:
+            raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
+        with cython.critical_section(cache):
+            n = min(n, cache.n_blocks)
+            memcpy(&table[0], cache.table, n * sizeof(int32_t))
+        n = store.blocks.insert(key_of(name, ids, n * size - before), &table[0], priority, expires, mark)
+        store.after_change()
+        return n
+
+    def evict(self, n):
+        """Give up to ``n`` blocks back to the store, in the order of eviction.
+
+        Parameters
+        ----------
+        n : int
+            Blocks, 0 or more.
+
+        Returns
+        -------
+        int
+            How many went: fewer than ``n`` where sequences hold the rest, or a ``ttl`` protects it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``n`` is no integer of at least 0.
+        """
+        cdef Py_ssize_t n_wanted = as_count(n, "n")
+        self._end_terms()
+        return self.gone(self._store.blocks.evict(n_wanted, False))
+
+    def reclaim(self, n):
+        """Give ``n`` blocks back to the store, or none, as a store does by itself that is short of them.
+
+        Arguments, result and errors as for `evict`.
+        """
+        cdef Py_ssize_t n_wanted = as_count(n, "n")
+        self._end_terms()
+        return self.gone(self._store.blocks.evict(n_wanted, True))
+
+    def forget(self, tokens, *, namespace=None, start=0):
+        """Forget the blocks of these tokens, and all that continues them, protected or not: K/V that turned out to be wrong.
+
+        What sequences hold stays theirs. Others that begin with the same tokens are no longer known either from there on,
+        since they read the same blocks; ``start`` says how far these are right.
+
+        Parameters
+        ----------
+        tokens : list, tuple, range or integer array ``[n]``
+            A prompt's token ids, 0 to 2**63 - 1, of which whole blocks are known.
+        namespace : bytes, optional
+            Where they are known. None is one of its own.
+        start : int, optional
+            The first position that is to be forgotten: with it the whole block that holds it.
+
+        Returns
+        -------
+        int
+            How many blocks have left the prefix cache: those that had no other name.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument of a wrong kind; ``start`` is below 0.
+        """
+        self.check_made()
+        cdef const int64_t[::1] ids = as_token_ids(tokens)
+        cdef bytes name = as_namespace(namespace)
+        cdef Py_ssize_t first = as_count(start, "start")
+        return self.gone(self._store.blocks.forget(key_of(name, ids, ids.shape[0]), first))
+
+    def clear(self, *, namespace=...):
+        """Forget one namespace, or all of them, protected or not. What sequences hold stays theirs.
+
+        Parameters
+        ----------
+        namespace : bytes or None, optional
+            All of them without it; None is one of its own.
+
+        Returns
+        -------
+        int
+            How many blocks have left the prefix cache: those that had no other name.
+
+        Raises
+        ------
+        TypeError
+            ``namespace`` is no bytes and not None.
+        """
+        self.check_made()
+        cdef const int64_t[::1] no_ids = None
+        cdef bytes name
+        cdef Key key
+        if namespace is ...:
+            return self.gone(self._store.blocks.clear(NULL))
+        name = as_namespace(namespace)
+        key = key_of(name, no_ids, 0)
+        return self.gone(self._store.blocks.clear(&key))
+
+    cdef Py_ssize_t gone(self, Py_ssize_t n) except -1:
+        self._store.after_change()
+        return n
+
+    # --- looking after it ---
+
+    def stats(self):
+        """Counters as a `PrefixStats`. O(1)."""
+        self._end_terms()
+        cdef RadixTree tree
+        with cython.critical_section(self._store.blocks):
+            tree = self._store.blocks.tree[0]
+        return PrefixStats(
+            blocks_held=tree.n_held, evictable_blocks=tree.n_evictable, namespaces=tree.n_namespaces,
+            hit_tokens=tree.hit_tokens, missed_tokens=tree.missed_tokens,
+            blocks_inserted=tree.inserted, blocks_evicted=tree.evicted)
+
+    def check(self):
+        """Raise `PagedKvError` if the books do not balance, the store's included. Walks over everything."""
+        self.check_made()
+        self._store.check()
+
+    # --- what may run the caller's code, before anything is changed ---
+
+    cdef int check_made(self) except -1:
+        if self._store is None:
+            raise RuntimeError("PrefixCache: __init__ has not run")
+        return 0
+
+    cdef double now(self) except? -1:
+        self.check_made()
+        given = self.clock()
+        if not isinstance(given, (int, float, np.integer, np.floating)):
+            raise TypeError(f"clock: expected seconds as a float, got {describe(given)}")
+        cdef double seconds = float(given)
+        if isnan(seconds):
+            raise ValueError("clock: expected seconds as a float, got nan")
+        self._store.blocks.end_terms(seconds)
+        return seconds
+
+    cpdef double _end_terms(self) except? -1:
+        """Let go of what was protected until now."""
+        self.check_made()
+        return self.now() if self._store.blocks.tree.terms.n else 0
+
+
+cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:
+    """What the books look for; both objects have to outlive it."""
+    cdef Key key
+    key.name = NULL if name is None else <char*>name
+    key.n_bytes = -1 if name is None else len(name)
+    key.n = max(n, 0)
+    key.ids = &ids[0] if n > 0 else NULL
+    return key
+
+
+cdef int check_finite(PagedKvStore store, PagedKvCache cache, Py_ssize_t n) except -1:
+    """In a store with debug=True, nobody is given K/V that are not finite."""
+    cdef Py_ssize_t i
+    if cache.store is not store:
+        return 0
+    ids = cache.block_table.tolist()
+    for i in range(min(n, cache.length // store.block_size)):
+        if ids[i] >= 0 and not (store.k.is_finite(ids[i]) and store.v.is_finite(ids[i])):
+            raise ValueError(f"cache: expected K and V that are finite, got others in positions {i * store.block_size} "
+                             f"to {(i + 1) * store.block_size - 1}")
+    return 0
