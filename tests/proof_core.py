@@ -39,6 +39,10 @@ class Scenario:
             for act in acts[:n_acts]:
                 act()
             states.append((world.snapshot(), world.order()))
+        for number in range(len(world.alternatives)):
+            world, _ = self.begin()
+            world.alternatives[number]()
+            states.insert(0, (world.snapshot(), world.order()))
         return states
 
 
@@ -247,8 +251,14 @@ def batch(world):
     world.start("c", text(2, 60), 8)
     world.start("d", text(3, 60))
     names = ("b", "c", "d")
-    kv = [np.concatenate(sides, axis=1) for sides in zip(*[world.rows(name, n) for name, n in zip(names, (1, 5, 9))])]
-    return [world.cache(name) for name in names], kv
+    rows = [world.rows(name, n) for name, n in zip(names, (1, 5, 9), strict=True)]
+    caches = [world.cache(name) for name in names]
+
+    def taken_back():  # leaves the traces of blocks that came and went
+        pagedkv.Step(world.store, caches, [1, 5, 9]).__enter__().rollback()
+
+    world.alternatives.append(taken_back)
+    return caches, [np.concatenate(sides, axis=1) for sides in zip(*rows, strict=True)]
 
 
 def forward(world, step, kv, n_layers=2):
@@ -311,6 +321,7 @@ def _(world):
 @scenario("Step", "a store that is short", total_blocks=8)
 def _(world):
     caches, _ = batch(world)
+    world.alternatives.clear()
 
     def act():
         try:

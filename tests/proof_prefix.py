@@ -7,9 +7,9 @@ from proof_core import batch, forward, scenario, strange, text
 import pagedkv
 
 
-def attach(world, name, tokens, **options):
+def attach(world, name, tokens, spell=strange, **options):
     world.start(name, tokens)
-    return lambda: world.prefixes.attach(world.cache(name), strange(tokens), **options)
+    return lambda: world.prefixes.attach(world.cache(name), spell(tokens), **options)
 
 
 def history(world, namespaces=(None,), total=3):
@@ -50,7 +50,7 @@ def _(world):
 @scenario("attach", "four hundred blocks", total_blocks=402)
 def _(world):
     world.know(text(1, 1600))
-    return [attach(world, "a", text(1, 1599) + text(9, 3)), attach(world, "b", text(1, 1590) + text(8, 3))]
+    return [attach(world, "a", text(1, 1599) + text(9, 3), list), attach(world, "b", text(1, 1590) + text(8, 3), list)]
 
 
 def ended(world, name, tokens, namespace=None):
@@ -251,7 +251,7 @@ def _(world):
 def _(world):
     caches, kv = batch(world)
     world.know(text(7, 24))
-    world.loose += world.store.acquire(world.store.free_block_count)
+    world.start("held", text(8, 90), 4 * world.store.free_block_count)
 
     def act():
         with pagedkv.Step(world.store, caches, [1, 5, 9]) as step:

@@ -1,5 +1,6 @@
 """Ways to interrupt: by real signals at any moment, and without chance at every boundary there is."""
 
+import dis
 import signal
 import sys
 import threading
@@ -56,6 +57,11 @@ class Boundary:
         return False
 
 
+# Before these two of an except clause no interpreter looks for signals, and an error of a trace function leaves the handled
+# one in place for good, with the frames that it holds.
+UNTOUCHABLE = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "POP_EXCEPT") if name in dis.opmap}
+
+
 class Bytecode(Boundary):
     """Before every instruction of the package's Python code, at each function's entry, and as it returns."""
 
@@ -70,7 +76,7 @@ class Bytecode(Boundary):
         if not is_inside(frame):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event != "exception":
+        if event != "exception" and frame.f_code.co_code[frame.f_lasti] not in UNTOUCHABLE:
             self.pass_one()
         return self.trace
 

@@ -102,6 +102,7 @@ class World:
     contiguous: dict[str, tuple[list[int], pagedkv.KvCache]] = field(default_factory=dict)
     pool: pagedkv.KvBlockPool | None = None
     kept: dict[str, Any] = field(default_factory=dict)  # what an act leaves for the next
+    alternatives: list[Any] = field(default_factory=list)  # acts that lead to further states that are as good
     hands_over = False  # blocks may be on their way to the caller when an interrupt comes
 
     @classmethod
