@@ -93,9 +93,9 @@ def _(world):
 
 @scenario("PagedKvStore", "copy_block")
 def _(world):
-    source = int(world.start("a", text(1, 9), 9).block_table[1])
-    world.loose += world.store.acquire(2)
-    world.store.copy_block(source, world.loose[1])
+    other, source = world.start("a", text(1, 9), 9).block_table[:2].tolist()
+    world.loose += world.store.acquire(1)
+    world.store.copy_block(other, world.loose[0])
     return [lambda: world.store.copy_block(Indexed(source), Indexed(world.loose[0]))]
 
 

@@ -78,7 +78,7 @@ def test_by_signals(scenario):
     allowed = scenario.allowed()
     draw = random.Random(scenario.name)
     faults, n_tried = Counter(), Counter()
-    longest = 0.0
+    lasts = 0.0
     with Timer() as timer:
         for i in range(3 + ROUNDS // 5):
             world, acts = scenario.begin()
@@ -88,13 +88,13 @@ def test_by_signals(scenario):
                     each()
 
             start = time.perf_counter()
-            delay = 10.0 if i < 3 else draw.uniform(0, longest)
+            delay = 10.0 if i < 3 else draw.uniform(0, lasts)
             interrupted = timer.run(act, delay)
             if i < 3:
-                longest = max(longest, time.perf_counter() - start)
+                lasts = time.perf_counter() - start
             n_tried[interrupted] += 1
             fault = judge(world, allowed if interrupted else allowed[-1:])
             if fault:
                 faults[fault] += 1
     assert not faults, said(faults, n_tried)
-    assert timer.n_signals or longest < 1e-3  # a short one is over before it is heard
+    assert timer.n_signals or lasts < 1e-3  # a short one is over before it is heard
