@@ -8,12 +8,12 @@ import copy
 from dataclasses import dataclass
 
 import numpy as np
-from hostile import Array, Indexed
+from hostile import Array, Indexed, Iterated
 from proof_world import World
 
 import pagedkv
 
-CLASSES = {}  # class or function -> its scenarios
+SCENARIOS = []
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Scenario:
     setup: object
     total_blocks: int = 24
     hands_over: bool = False
+    costs: int = 1  # as many others
+    alone: bool = False  # the acts look at what others change
 
     def __str__(self):
         return self.name
@@ -48,7 +50,7 @@ class Scenario:
 
 def scenario(of, name, **options):
     def add(setup):
-        CLASSES.setdefault(of, []).append(Scenario(f"{of}: {name}", setup, **options))
+        SCENARIOS.append(Scenario(f"{of}: {name}", setup, **options))
         return setup
 
     return add
@@ -106,7 +108,7 @@ def _(world):
     clone = world.start("b", text(1, 9))
     clone.clone_from(cache)
     store = world.store
-    return [store.stats, store.check, lambda: store.check([cache, clone]), lambda: str(store.block_map({"a": cache})),
+    return [store.stats, store.check, lambda: store.check(Iterated([cache, clone])), lambda: str(store.block_map({"a": cache})),
             lambda: store.k_row(int(cache.block_table[0]), 1), lambda: repr(store), lambda: repr(cache)]  # fmt: skip
 
 
@@ -272,7 +274,7 @@ def _(world):
     caches, kv = batch(world)
 
     def act():
-        with pagedkv.Step(world.store, caches, [1, Indexed(5), 9]) as step:
+        with pagedkv.Step(world.store, Iterated(caches), [1, Indexed(5), 9]) as step:
             forward(world, step, kv)
 
     return [act]
@@ -350,7 +352,7 @@ def _(world):
     parents = [1, 1, 0, 3]
 
     def act():
-        pagedkv.reorder(world.store, beams, strange(parents))
+        pagedkv.reorder(world.store, Iterated(beams), Iterated(strange(parents)))
 
     for i, parent in enumerate(parents):
         world.sequences[i].after = tokens[parent]

@@ -47,7 +47,7 @@ def _(world):
     return [attach(world, "a", text(1, 6) + text(9, 3)), attach(world, "b", text(1, 5) + text(8, 3))]
 
 
-@scenario("attach", "four hundred blocks", total_blocks=402)
+@scenario("attach", "four hundred blocks", total_blocks=402, costs=5)
 def _(world):
     world.know(text(1, 1600))
     return [attach(world, "a", text(1, 1599) + text(9, 3), list), attach(world, "b", text(1, 1590) + text(8, 3), list)]
@@ -94,6 +94,24 @@ def _(world):
     ]
 
 
+@scenario("insert", "by a handle, as the sequence grows")
+def _(world):
+    world.may_know(text(1, 60))
+    world.start("a", text(1, 60), 9)
+    handle = pagedkv.PrefixHandle()
+
+    def insert(n, **options):
+        world.prefixes.insert(text(1, n), world.cache("a"), handle=handle, **options)
+
+    def grow():
+        world.cache("a").append_contiguous(world.store, *world.rows("a", 21), 21)
+
+    return [
+        lambda: insert(9), grow, lambda: insert(30, priority=1, ttl=5), lambda: insert(30), lambda: repr(handle),
+        lambda: world.prefixes.evict(1), lambda: world.prefixes.clear(), lambda: insert(30),
+    ]  # fmt: skip
+
+
 @scenario("insert", "behind what was dropped")
 def _(world):
     world.know(text(1, 12))
@@ -105,7 +123,7 @@ def _(world):
     return [lambda: insert(text(2, 24), unknown), lambda: insert(text(1, 24), cache)]
 
 
-@scenario("insert", "four hundred blocks", total_blocks=402)
+@scenario("insert", "four hundred blocks", total_blocks=402, costs=5)
 def _(world):
     cache = ended(world, "a", text(1, 1600))
     return [lambda: world.prefixes.insert(text(1, 1600), cache)]
@@ -144,7 +162,7 @@ def _(world):
     return [lambda: world.prefixes.reclaim(99), lambda: world.prefixes.reclaim(2)]
 
 
-@scenario("evict", "four hundred blocks", total_blocks=402)
+@scenario("evict", "four hundred blocks", total_blocks=402, costs=5)
 def _(world):
     for i in range(20):
         world.know(text(1, 10) + text(2 + i, 67))
@@ -224,7 +242,7 @@ def _(world):
     return [lambda: cache.append_contiguous(world.store, k, v, 9), lambda: cache.reserve(world.store, 16)]
 
 
-@scenario("short", "more than there is")
+@scenario("short", "more than there is", alone=True)
 def _(world):
     short(world)
     k, v = world.rows("held", 9)

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile import Array, Indexed
-from prefix_support import Clock
+from hostile import Array, Indexed, Iterated
+from proof_world import WorldClock
 
 HERE = str(Path(__file__).parent)
 # What a caller hands over and is called back: an interrupt comes there too, in the middle of the call.
-CALLED_BACK = {Clock.__call__.__code__, Indexed.__index__.__code__, Array.__array__.__code__}
+CALLED_BACK = {
+    method.__code__ for method in (WorldClock.__call__, Indexed.__index__, Array.__array__, Iterated.__iter__)
+}
 
 needs_signals = pytest.mark.skipif(
     not hasattr(signal, "setitimer") or not hasattr(signal, "pthread_kill"), reason="needs signals of POSIX"

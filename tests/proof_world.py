@@ -46,6 +46,15 @@ def rows_of(tokens, layer, width):
     return ((remainders + 7919 * layer + 104_729 * np.arange(width)) % PRIME).astype(np.float32)
 
 
+class WorldClock(Clock):
+    """Seconds that pass when told to; `instead` is what is called for them, and may be anything."""
+
+    instead = None
+
+    def __call__(self):
+        return self.now if self.instead is None else self.instead(self)
+
+
 class Place:
     """A store, its prefix cache, and the model's numbers of its layers."""
 
@@ -95,7 +104,7 @@ class Sequence:
 @dataclass
 class World:
     places: list[Place]
-    clock: Clock
+    clock: WorldClock
     sequences: dict[str, Sequence] = field(default_factory=dict)
     prompts: list[tuple[bytes | None, list[int]]] = field(default_factory=list)  # all that may be known
     loose: list[int] = field(default_factory=list)  # blocks of the first store that the caller holds
@@ -103,11 +112,12 @@ class World:
     pool: pagedkv.KvBlockPool | None = None
     kept: dict[str, Any] = field(default_factory=dict)  # what an act leaves for the next
     alternatives: list[Any] = field(default_factory=list)  # acts that lead to further states that are as good
+    model: Any = None  # the ModelStores, where the places are those of a model
     hands_over = False  # blocks may be on their way to the caller when an interrupt comes
 
     @classmethod
     def plain(cls, total_blocks=24, *, block_size=4, n_layers=2):
-        clock = Clock()
+        clock = WorldClock()
         store = pagedkv.PagedKvStore(block_size, total_blocks, 1, 2, v_head_dim=1, n_layers=n_layers)
         return cls([Place(store, pagedkv.PrefixCache(store, clock=clock), tuple(range(n_layers)))], clock)
 
