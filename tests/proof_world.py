@@ -113,6 +113,7 @@ class World:
     kept: dict[str, Any] = field(default_factory=dict)  # what an act leaves for the next
     alternatives: list[Any] = field(default_factory=list)  # acts that lead to further states that are as good
     model: Any = None  # the ModelStores, where the places are those of a model
+    uncounted = False
     hands_over = False  # blocks may be on their way to the caller when an interrupt comes
 
     @classmethod
@@ -164,6 +165,8 @@ class World:
             store, prefixes = place.store, place.prefixes
             counts = [store.refcount(block) for block in range(store.total_blocks)]
             counters = store.stats()._replace(exhaustions=0)  # a request that was refused may be counted
+            if self.uncounted:
+                counters = counters._replace(blocks_acquired=0, blocks_released=0, peak_held_blocks=0)
             found[f"store {number}"] = (counts, store.free_block_count, counters)
             found[f"prefixes {number}"] = (
                 prefixes.stats(),
