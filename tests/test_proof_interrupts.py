@@ -45,7 +45,7 @@ def test_by_signals(scenario):
     allowed = scenario.allowed()
     draw = random.Random(scenario.name)
     faults, n_tried = Counter(), Counter()
-    lasts = 0.0
+    lasts = 1.0
     with Timer() as timer:
         for i in range(3 + ROUNDS // 5 // scenario.costs):
             world, acts = scenario.begin()
@@ -58,10 +58,10 @@ def test_by_signals(scenario):
             delay = 10.0 if i < 3 else draw.uniform(0, lasts)
             interrupted = timer.run(act, delay)
             if i < 3:
-                lasts = time.perf_counter() - start
+                lasts = min(lasts, time.perf_counter() - start)
             n_tried[interrupted] += 1
             fault = judge(world, allowed if interrupted else allowed[-1:])
             if fault:
                 faults[fault] += 1
     assert not faults, said(faults, n_tried)
-    assert timer.n_signals or lasts < 1e-3  # a short one is over before it is heard
+    assert timer.n_signals or lasts < 2e-3  # a short one is over before it is heard
