@@ -30,6 +30,11 @@ def differences(found, allowed):
     return min(([key for key in found if found[key] != state.get(key)] for state, _ in allowed), key=len)
 
 
-def said(faults, n_tried):
+def conclude(faults, n_tried, record):
+    """Fail with all faults, if there are any. How much was tried is in the report of ``--junitxml``."""
+    record("interrupted", n_tried[True])
+    record("uninterrupted", n_tried[False])
     n_all = f"{sum(n_tried.values())} ({n_tried[True]} interrupted)"
-    return f"{sum(faults.values())} of {n_all}:" + "".join(f"\n  {n} x {fault}" for fault, n in faults.most_common())
+    assert not faults, f"{sum(faults.values())} of {n_all}:" + "".join(
+        f"\n  {n} x {fault}" for fault, n in faults.most_common()
+    )

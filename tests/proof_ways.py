@@ -101,92 +101,85 @@ class Call(Boundary):
 WAYS = {"bytecode": Bytecode, "call": Call}
 
 
-class Timer:
-    """A signal after some time, whose handler does something: raise an interrupt, unless told otherwise."""
-
-    def __init__(self, act=None):
-        self.act = act or self.interrupt
-        self.armed = False
-        self.n_signals = 0
-
-    def interrupt(self):
-        raise Interrupt
-
-    def __enter__(self):
-        self.before = signal.signal(signal.SIGALRM, self.handle)
-        return self
-
-    def __exit__(self, *error):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.before)
-
-    def handle(self, number, frame):
-        if self.armed:
-            self.n_signals += 1
-            self.armed = False
-            self.act()
-
-    def run(self, act, delay):
-        """Whether the act was interrupted."""
-        try:
-            try:
-                self.armed = True
-                signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
-                act()
-            finally:
-                self.armed = False
-        except Interrupt:  # one that came too early or too late as well
-            return True
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        return False
-
-
 class Fire:
-    """Signals from another thread, one after the other, at random times: they interrupt whatever runs while it is open."""
+    """Signals at random moments, which interrupt what `run` runs: at most once each."""
 
-    def __init__(self, draw, pause):
+    number = None
+
+    def __init__(self, draw):
         self.draw = draw
-        self.pause = pause
         self.armed = False
         self.n_interrupts = 0
 
     def __enter__(self):
-        self.before = signal.signal(signal.SIGUSR1, self.handle)
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.shoot, args=(threading.get_ident(),), daemon=True)
-        self.thread.start()
+        self.before = signal.signal(self.number, self.handle)
         return self
 
     def __exit__(self, *error):
         self.armed = False
-        self.stop.set()
-        self.thread.join()
-        signal.signal(signal.SIGUSR1, self.before)
-
-    def shoot(self, target):
-        while not self.stop.is_set():
-            time.sleep(self.draw.uniform(0, self.pause))
-            if self.armed:
-                signal.pthread_kill(target, signal.SIGUSR1)
+        signal.signal(self.number, self.before)
 
     def handle(self, number, frame):
         if self.armed:
-            self.armed = False  # one at a time: a second one in the caller's own cleaning up is the caller's
+            self.armed = False  # a second one, in the caller's own cleaning up, would be the caller's
             self.n_interrupts += 1
             raise Interrupt
 
-    def run(self, act):
-        """Whether the act was interrupted."""
+    def run(self, act, within=2e-4):
+        """Whether the act was interrupted, which it may be in so many seconds."""
         try:
             try:
                 self.armed = True
+                self.shoot(within)
                 act()
             finally:
                 self.armed = False
-        except Interrupt:
+        except Interrupt:  # also one that came before the act had begun
             return True
         return False
+
+
+class Timer(Fire):
+    """The system's: a signal that waits for nobody, and is heard as soon as the interpreter looks for it."""
+
+    number = getattr(signal, "SIGALRM", None)
+
+    def shoot(self, within):
+        signal.setitimer(signal.ITIMER_REAL, max(self.draw.uniform(0, within), 1e-6))
+
+    def __exit__(self, *error):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        super().__exit__(*error)
+
+
+class Thread(Fire):
+    """Another thread's, as it gets its turn: what runs has let go of the GIL."""
+
+    number = getattr(signal, "SIGUSR1", None)
+
+    def __enter__(self):
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        self.within = None
+        self.ended = False
+        self.thread = threading.Thread(target=self.keep_shooting, args=(threading.get_ident(),), daemon=True)
+        self.thread.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.ended = True
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+        super().__exit__(*error)
+
+    def shoot(self, within):
+        self.within = within
+
+    def keep_shooting(self, target):
+        while not self.ended:
+            time.sleep(self.draw.uniform(0, self.within or 1e-4))
+            if self.armed:
+                signal.pthread_kill(target, self.number)
 
 
 def boundaries(way, rounds, attempt):

@@ -4,7 +4,6 @@ In processes of their own, which a watchdog ends when they hang. PAGEDKV_PROOF_R
 """
 
 import math
-import os
 
 import proof_prefix  # noqa: F401  adds its scenarios
 import pytest
@@ -20,8 +19,6 @@ from proof_world import ROUNDS
 @needs_signals
 @pytest.mark.parametrize("way", [*WAYS, "threads"])
 def test_in_the_middle(way):
-    if way == "fork" and not hasattr(os, "fork"):
-        pytest.skip("needs fork")
     code = f"import proof_meddling; proof_meddling.main({way!r}, {ROUNDS})"
     assert "calls" in run_python(code, timeout=120 + 2 * ROUNDS)
 

@@ -9,7 +9,7 @@ from collections import Counter
 import proof_prefix  # noqa: F401  adds its scenarios
 import pytest
 from proof_core import SCENARIOS
-from proof_judge import judge, said
+from proof_judge import conclude, judge
 from proof_world import ROUNDS
 
 import pagedkv
@@ -48,7 +48,7 @@ def allocations(scenario):
 
 
 @pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.robust], ids=str)
-def test_at_every_allocation(scenario):
+def test_at_every_allocation(scenario, record_property):
     allowed = scenario.allowed()
     faults, n_tried = Counter(), Counter()
     stride = max(1, allocations(scenario) * scenario.costs // ROUNDS) | 1
@@ -63,5 +63,5 @@ def test_at_every_allocation(scenario):
             faults[fault] += 1
         n_calm = 0 if refused else n_calm + 1
         n += stride
-    assert not faults, said(faults, n_tried)
+    conclude(faults, n_tried, record_property)
     assert n_tried[True]

@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from proof_core import text
-from proof_ways import Fire, needs_signals
+from proof_ways import Thread, Timer, needs_signals
 from proof_world import END, ROUNDS, Wrong, World
 
 import pagedkv
@@ -149,13 +149,14 @@ def refused(act):
 
 
 @needs_signals
+@pytest.mark.parametrize("fire", [Timer, Thread])
 @pytest.mark.parametrize("total_blocks", [20, 60, 400])
-def test_moves_under_fire(total_blocks):
+def test_moves_under_fire(total_blocks, fire):
     """In a store that is always short, in one that is now and then, and in one that never is."""
     moves = Moves(total_blocks, total_blocks)
-    n_moves, pause = Counter(), 3e-4
+    n_moves = Counter()
     end = time.monotonic() + 60
-    with Fire(moves.draw, pause) as fire:
+    with fire(moves.draw) as fire:
         while fire.n_interrupts < ROUNDS and time.monotonic() < end:
             act = moves.plan()
             interrupted = fire.run(lambda: refused(act))  # noqa: B023

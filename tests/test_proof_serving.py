@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 import pytest
-from proof_judge import said
+from proof_judge import conclude
 from proof_serving import ACTS, SERVICES, Server, lengths
 from proof_ways import WAYS, Interrupt, Timer, boundaries, needs_signals
 from proof_world import ROUNDS, Wrong
@@ -32,7 +32,7 @@ def fault_of(world, acts, allowed, again):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("act", ACTS, ids=str)
-def test_in_all_stores_or_in_none(act, way):
+def test_in_all_stores_or_in_none(act, way, record_property):
     allowed = act.allowed()
     faults, n_tried = Counter(), Counter()
 
@@ -50,7 +50,7 @@ def test_in_all_stores_or_in_none(act, way):
             faults[fault] += 1
 
     boundaries(WAYS[way], ROUNDS // 3, attempt)
-    assert not faults, said(faults, n_tried)
+    conclude(faults, n_tried, record_property)
 
 
 def outcome(server, interrupted):
@@ -67,7 +67,7 @@ def outcome(server, interrupted):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("service", SERVICES, ids=str)
-def test_a_scheduler_goes_on(service, way):
+def test_a_scheduler_goes_on(service, way, record_property):
     faults, n_tried = Counter(), Counter()
 
     def attempt(boundary):
@@ -79,12 +79,12 @@ def test_a_scheduler_goes_on(service, way):
             faults[fault] += 1
 
     boundaries(WAYS[way], max(1, ROUNDS // 8), attempt)
-    assert not faults, said(faults, n_tried)
+    conclude(faults, n_tried, record_property)
 
 
 @needs_signals
 @pytest.mark.parametrize("service", SERVICES, ids=str)
-def test_a_scheduler_goes_on_after_signals(service):
+def test_a_scheduler_goes_on_after_signals(service, record_property):
     """One after the other, as from somebody who is impatient."""
     draw = random.Random(service.name)
     faults, n_tried = Counter(), Counter()
@@ -100,4 +100,4 @@ def test_a_scheduler_goes_on_after_signals(service):
             n_tried[n_interrupts > 0] += 1
             if fault:
                 faults[fault] += 1
-    assert not faults, said(faults, n_tried)
+    conclude(faults, n_tried, record_property)
