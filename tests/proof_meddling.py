@@ -1,9 +1,9 @@
-"""Code of the caller that runs in the middle of a call: finalizers, signal handlers, clocks, another thread's turn, a fork.
+"""Code of the caller that runs in the middle of a call: finalizers, signal handlers, clocks, other threads, forks.
 
     python -c "import proof_meddling; proof_meddling.main('finalizer', 100)"
 
 Each round is one of the scenarios, and a meddler that does something to the same store and prefix cache meanwhile, with
-sequences of its own. Afterwards every row is right, the books balance, and nothing is lost. A process that hangs is ended.
+sequences of its own. Afterwards every row is right, the books balance, and nothing is lost. One that hangs is ended.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import proof_prefix  # noqa: F401  adds its scenarios
 from proof_core import SCENARIOS, text
-from proof_ways import Bytecode, Fire, Interrupt, is_inside
+from proof_ways import Bytecode, Interrupt, Thread
 from proof_world import END, World
 
 import pagedkv
@@ -91,7 +91,8 @@ class Meddler:
         self.world.prefixes.evict(self.draw.choice([1, 1, 3]))
 
     def forget(self):
-        self.world.prefixes.forget(self.draw.choice(self.texts), namespace=self.namespace, start=self.draw.choice([0, 5]))
+        start = self.draw.choice([0, 5])
+        self.world.prefixes.forget(self.draw.choice(self.texts), namespace=self.namespace, start=start)
 
     def run_short(self):
         """Take all that is free, so that a push makes somebody's known blocks go."""
@@ -225,7 +226,13 @@ def by_fork(act, meddle, draw):
         signal.signal(signal.SIGALRM, before)
 
 
-WAYS = {"finalizer": by_finalizer, "handler": by_handler, "boundaries": at_boundaries, "clock": by_clock, "fork": by_fork}
+WAYS = {
+    "finalizer": by_finalizer,
+    "handler": by_handler,
+    "boundaries": at_boundaries,
+    "clock": by_clock,
+    "fork": by_fork,
+}
 
 
 def finish(world, meddle):
@@ -249,7 +256,7 @@ def run(way, scenario, draw):
 
 
 def run_in_threads(draw, n_acts, n_threads=8):
-    """All on one store, which is short; finalizers run in all of them, and interrupts come to the first one, which forks."""
+    """All on one store, which is short. Finalizers run in all of them; the first one is interrupted, and forks."""
     world = World.plain(20)
     meddlers = [Meddler(world, random.Random(draw.random()), number, takes=False) for number in range(n_threads)]
     ghostly = Meddler(world, random.Random(draw.random()), n_threads, takes=False)
@@ -269,9 +276,9 @@ def run_in_threads(draw, n_acts, n_threads=8):
         Ghost(ghostly)
     for thread in threads:
         thread.start()
-    with Fire(draw, 2e-3) as fire:
+    with Thread(draw) as fire:
         for i in range(n_acts):
-            fire.run(meddlers[0])
+            fire.run(meddlers[0], 2e-3)
             if i % 50 == 0 and not fork(meddlers[0]):  # in the middle of what the others do
                 meddlers[0].faults.append("a child did not end well")
     for thread in threads:

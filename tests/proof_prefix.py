@@ -63,7 +63,7 @@ def ended(world, name, tokens, namespace=None):
 def _(world):
     cache = ended(world, "a", text(1, 17))
     insert = world.prefixes.insert
-    return [lambda: insert(strange(text(1, 9)), cache), lambda: insert(text(1, 17), cache), lambda: insert(text(1, 17), cache)]
+    return [lambda: insert(strange(text(1, 9)), cache), *[lambda: insert(text(1, 17), cache)] * 2]
 
 
 @scenario("insert", "beside what is known")
@@ -174,7 +174,8 @@ def _(world):
     shared = history(world, (None, b"other"))
     world.know(text(9, 12), ttl=5)
     attach(world, "a", shared + text(3, 10))()
-    return [lambda: world.prefixes.clear(namespace=b"other"), lambda: world.prefixes.clear(), lambda: world.prefixes.clear()]
+    clear = world.prefixes.clear
+    return [lambda: clear(namespace=b"other"), clear, clear]
 
 
 @scenario("clear", "forget")
@@ -252,9 +253,9 @@ def _(world):
         try:
             world.cache("held").reserve(world.store, 80)
         except pagedkv.PagedStoreExhausted as error:
-            assert error.evictable == 15
-            return
-        raise AssertionError("it was not refused")
+            if error.evictable == 15:
+                return
+        raise AssertionError("it was not refused, or for another reason")
 
     return [act, lambda: world.cache("held").append_contiguous(world.store, k, v, 9)]
 

@@ -1,4 +1,4 @@
-"""A world whose every row says which tokens led to it, so that whatever is mixed up shows; and how to look at all of it.
+"""A world whose every row says which tokens led to it, so that whatever is mixed up shows; and how to look at it.
 
 A world has places: a store, its prefix cache, and which layers of the model it holds. A plain store is a model of one
 place. `snapshot` is all that can be seen, `order` is what only shows as it is used up, `truth` is what must hold at any
@@ -33,7 +33,7 @@ def expect(fine, message):
 
 @lru_cache(maxsize=4096)
 def rows_of(tokens, layers, width):
-    """``[len(layers), len(tokens), width]``: a row depends on all tokens up to there, on the layer, and on the place in it."""
+    """``[len(layers), len(tokens), width]``: a row depends on all tokens up to there, the layer, and the place in it."""
     remainders, value = [], 1
     for token in tokens:
         value = (value * 31 + token + 1) % PRIME
@@ -74,7 +74,7 @@ class Place:
         ]
 
     def check_rows(self, blocks, tokens, first, last, name):
-        """The positions from the first to the last, of a table that begins with position 0, have the rows of the tokens."""
+        """The positions from the first to the last, of a table that begins with position 0, have the tokens' rows."""
         size = self.store.block_size
         if last <= first:
             return
@@ -257,7 +257,8 @@ class World:
         for space, tokens in self.prompts:
             blocks = prefixes.match_blocks([*tokens, END], namespace=space).tolist()
             place.check_rows(blocks, tokens, 0, len(blocks) * store.block_size, "a prefix")
-            expect(prefixes.match([*tokens, END], namespace=space) >= len(blocks) * store.block_size, "a match is short")
+            n_known = prefixes.match([*tokens, END], namespace=space)
+            expect(n_known >= len(blocks) * store.block_size, "a match is short")
             known.update(blocks)
         caches = [cache for sequence in self.sequences.values()
                   for at, cache in zip(self.places, sequence.caches, strict=True) if at is place]  # fmt: skip
@@ -280,7 +281,8 @@ class World:
             n = store.free_block_count * store.block_size
             if n:
                 other = pagedkv.PagedKvCache()
-                nan = [np.full((store.n_layers, n, width), np.nan, np.float32) for width in (store.k_width, store.v_width)]
+                widths = store.k_width, store.v_width
+                nan = [np.full((store.n_layers, n, width), np.nan, np.float32) for width in widths]
                 other.append_contiguous(store, *nan, n)
                 other.release(store)
 

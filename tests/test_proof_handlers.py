@@ -1,4 +1,4 @@
-"""The caller's own code in the middle of a call: finalizers, handlers of signals, clocks, forks, threads. See `proof_meddling`.
+"""The caller's own code in the middle of a call, see `proof_meddling`; and clocks that give no time.
 
 In processes of their own, which a watchdog ends when they hang. PAGEDKV_PROOF_ROUNDS is the number of rounds of each.
 """

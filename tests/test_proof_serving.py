@@ -1,5 +1,7 @@
-"""Interrupts in models with several stores. A pass or an attach is over in all stores or in none; and whatever comes to a
-scheduler, its next steps bring every request to its end, with the rows and tokens that it has alone. See `proof_serving`.
+"""Interrupts in models with several stores: a pass or an attach is over in all of them or in none.
+
+And whatever comes to a scheduler, its next steps bring every request to its end, with the rows and tokens that it has
+alone. See `proof_serving`.
 """
 
 import gc
@@ -91,10 +93,10 @@ def test_a_scheduler_goes_on_after_signals(service, record_property):
     start = time.perf_counter()
     Server(service).go_on()
     longest = time.perf_counter() - start
-    with Timer() as timer:
+    with Timer(draw) as timer:
         for _ in range(max(2, ROUNDS // 8)):
             server, n_interrupts = Server(service), 0
-            while n_interrupts < 4 and timer.run(server.go_on, draw.uniform(0, longest)):
+            while n_interrupts < 4 and timer.run(server.go_on, longest):
                 n_interrupts += 1
             fault = outcome(server, n_interrupts > 0)
             n_tried[n_interrupts > 0] += 1
