@@ -322,7 +322,8 @@ class Server:
             else:
                 expect(request.finish_reason == "length", "a request has not come to its end")
                 expect(got == right, "a request has not the tokens that it has alone")
-            expect(not any(cache.capacity for cache in request.sequence.caches), "a request that has ended holds blocks")
+            held = [cache.capacity for cache in request.sequence.caches]
+            expect(not any(held), "a request that has ended holds blocks")
         expect(interrupted or len(self.requests) == len(service.prompts), "a request is missing")
         world.truth()
         world.finish()

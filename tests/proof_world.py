@@ -33,7 +33,7 @@ def expect(fine, message):
 
 @lru_cache(maxsize=4096)
 def rows_of(tokens, layers, width):
-    """``[len(layers), len(tokens), width]``: a row depends on all tokens up to there, the layer, and the place in it."""
+    """``[len(layers), len(tokens), width]``: a row depends on all tokens up to there, the layer, its place."""
     remainders, value = [], 1
     for token in tokens:
         value = (value * 31 + token + 1) % PRIME

@@ -15,6 +15,7 @@ from proof_judge import conclude, judge
 from proof_ways import WAYS, Timer, boundaries, needs_signals
 from proof_world import ROUNDS
 
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_at_every_boundary(scenario, way, record_property):
