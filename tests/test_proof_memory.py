@@ -11,47 +11,18 @@ import proof_prefix  # noqa: F401  adds its scenarios
 import pytest
 from proof_core import SCENARIOS
 from proof_judge import conclude, judge
+from proof_starved import allocations, is_refused
 from proof_world import ROUNDS
 
-import pagedkv
-
-_testcapi = pytest.importorskip("_testcapi")  # of CPython, and not of all builds of it
-
+pytest.importorskip("_testcapi")  # of CPython, and not of all builds of it
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the caller's own code too
-
-
-def is_refused(acts, n):
-    """Whether the acts raise MemoryError when the allocation after n others fails, and it alone."""
-    try:
-        _testcapi.set_nomemory(n, n + 1)
-        try:
-            for act in acts:
-                act()
-        finally:
-            _testcapi.remove_mem_hooks()
-    except MemoryError:
-        return True
-    except (SystemError, pagedkv.PagedKvError) as error:
-        # NumPy leaves some of them unsaid, and a check may have no room to look.
-        if "without" in str(error) or "no memory" in str(error):
-            return True
-        raise
-    return False
-
-
-def allocations(scenario):
-    """About how many there are: past the last one, none is missed."""
-    n = 1
-    while any(is_refused(scenario.begin()[1], n + i) for i in range(3)):
-        n *= 2
-    return n
 
 
 @pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.robust], ids=str)
 def test_at_every_allocation(scenario, record_property):
     allowed = scenario.allowed()
     faults, n_tried = Counter(), Counter()
-    stride = max(1, allocations(scenario) * scenario.costs // ROUNDS) | 1
+    stride = max(1, allocations(scenario.begin) * scenario.costs // ROUNDS) | 1
     n = n_calm = 0
     while n_calm < 3:
         world, acts = scenario.begin()

@@ -55,6 +55,26 @@ def test_in_all_stores_or_in_none(act, way, record_property):
     conclude(faults, n_tried, record_property)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("act", ACTS, ids=str)
+def test_without_memory(act, record_property):
+    """The same, for an allocation that fails."""
+    pytest.importorskip("_testcapi")
+    from proof_starved import allocations, is_refused
+
+    allowed = act.allowed()
+    faults, n_tried = Counter(), Counter()
+    for n in range(0, allocations(act.begin), max(1, allocations(act.begin) * 3 // ROUNDS) | 1):
+        world, acts = act.begin()
+        refused = is_refused(acts, n)
+        fault = fault_of(world, acts, allowed if refused else allowed[-1:], act.again and refused)
+        n_tried[refused] += 1
+        if fault:
+            faults[fault] += 1
+    conclude(faults, n_tried, record_property)
+    assert n_tried[True]
+
+
 def outcome(server, interrupted):
     """What is wrong with how it goes on, or None."""
     try:
