@@ -64,3 +64,15 @@ class Array:
     def __array__(self, dtype=None, copy=None):
         self.first()
         return self.array
+
+
+class Iterated:
+    """Gives one thing after the other, and may do something else first."""
+
+    def __init__(self, things, first=lambda: None):
+        self.things = things
+        self.first = first
+
+    def __iter__(self):
+        self.first()
+        return iter(self.things)
