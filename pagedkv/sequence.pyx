@@ -745,6 +745,29 @@ cdef inline void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexce
         memcpy(dst, src, n * sizeof(int32_t))
 
 
+def truncate_all(tuple caches not None, n_positions):
+    """Cut every one of these sequences, a model's in its stores, that is longer: all of them, or raising, none."""
+    cdef Py_ssize_t n = as_size(n_positions, "n_positions", 0, MAX_POSITIONS), n_locked = 0, keep, i
+    cdef PagedKvCache cache
+    try:
+        for i in range(len(caches)):
+            cache = caches[i]
+            cache.lock_write()
+            n_locked += 1
+            if cache.length > n and cache.n_dropped * cache.block_size > n:
+                raise ValueError(f"n_positions: expected {cache.first_position} or more, what the windows have left, got {n}")
+        for i in range(n_locked):
+            cache = <PagedKvCache>caches[i]
+            if cache.length > n:
+                keep = max(blocks_for(n, cache.block_size), cache.n_dropped)
+                cache.store.drop_each(&cache.table[keep], cache.n_blocks - keep)
+                cache.n_blocks = keep
+                cache.length = n
+    finally:
+        for i in range(n_locked):
+            (<PagedKvCache>caches[i]).end_write()
+
+
 cdef int32_t* new_table(Py_ssize_t n) except NULL:
     cdef int32_t* table = <int32_t*>malloc(max(n, 1) * sizeof(int32_t))
     if table is NULL:
