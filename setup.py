@@ -92,7 +92,7 @@ def extensions():
         yield Extension(
             name,
             # Of what all share Cython makes the C file, and says where.
-            [] if name == SHARED else [name.replace(".", "/") + ".pyx", *(file for file in files if file.endswith(".c"))],
+            [] if name == SHARED else [name.replace(".", "/") + ".pyx", *(file for file in files if file.endswith(".c"))],  # noqa: E501
             depends=["setup.py", *(file for file in files if file.endswith(".h"))],
             include_dirs=["pagedkv/_kernels"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],

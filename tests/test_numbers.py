@@ -86,7 +86,7 @@ INDICES = {
     "block_table": lambda w, n: pagedkv.PagedKvCache().adopt_blocks([0, n], 0, 4),
 }
 ALL = {**SIZES, **COUNTS, **INDICES}
-# What these allow beyond the others: a head width that goes unsaid, lengths for each sequence, layers, budgets without end.
+# What these allow beyond the others: a head width that goes unsaid, lengths for each sequence, layers, budgets without end.  # noqa: E501
 ALLOWED = {
     "v_head_dim": [None],
     "v_head_dim of KvCache": [None],
