@@ -198,6 +198,14 @@ def test_a_clock_may_use_the_cache_and_the_store(store):
     prefixes.check()
 
 
+def test_a_store_that_is_not_made_yet_has_no_prefix_cache():
+    store = PagedKvStore.__new__(PagedKvStore)
+    with pytest.raises(RuntimeError, match="^store: its __init__ has not run"):
+        PrefixCache(store)
+    store.__init__(2, 8, 1, 1)
+    assert PrefixCache(store).match([1, 2, 3]) == 0
+
+
 # --- handles ------------------------------------------------------------------------------------------
 
 
@@ -224,6 +232,41 @@ def test_a_handle_is_found_again_where_others_have_parted(store, prefixes):
     append(store, cache, 8)
     assert prefixes.insert(tokens[:16], cache, handle=handle) == 2
     assert prefixes.match(tokens) == 16
+    prefixes.check()
+
+
+def test_a_handle_does_not_go_on_from_other_tokens_that_grew_where_its_own_were(store, prefixes):
+    cache, handle, tokens = PagedKvCache(), PrefixHandle(), list(range(16))
+    append(store, cache, 16)
+    prefixes.insert(tokens[:12], cache, handle=handle)
+    assert prefixes.forget(tokens[:12], start=8) == 1
+    others = [*tokens[:8], 90, 91, 92, 93]
+    remember(prefixes, others)  # longer than before, in the node in which the handle is
+    assert prefixes.insert(tokens, cache, handle=handle) == 2
+    assert prefixes.match([*others, *tokens[12:], 1]) == 12
+    assert prefixes.match_blocks([*tokens, 1]).tolist() == cache.block_table.tolist()
+    prefixes.check()
+
+
+def test_a_handle_that_a_clock_uses_elsewhere_stays_within_its_namespace(store):
+    handle, calls = PrefixHandle(), []
+
+    def clock():
+        if not calls:
+            calls.append(prefixes.insert(range(4), second, namespace=b"b", handle=handle))
+        return 0.0
+
+    prefixes = PrefixCache(store, clock=clock)
+    first, second = PagedKvCache(), PagedKvCache()
+    for cache in (first, second):
+        append(store, cache, 8)
+    assert prefixes.insert(range(4), first, namespace=b"a", ttl=1, handle=handle) == 1
+    assert calls == [1]
+    with refused(ValueError, "handle", store, second):
+        prefixes.insert(range(8), second, namespace=b"b", handle=handle)
+    assert prefixes.insert(range(8), first, namespace=b"a", handle=handle) == 1
+    assert prefixes.match_blocks(range(9), namespace=b"a").tolist() == first.block_table.tolist()
+    assert prefixes.match(range(9), namespace=b"b") == 4
     prefixes.check()
 
 

@@ -374,6 +374,9 @@ cdef void finish(RadixTree* tree, int32_t node) noexcept nogil:
     while it.parent and it.child == 0:
         end = (it.start // tree.block_size + it.n_blocks) * tree.block_size
         if end > it.start:
+            if end < it.end:  # and may grow again with other tokens, which no mark in it stands for
+                tree.n_made += 1
+                it.number = tree.n_made
             it.end = end
             shrink(it)
             settle(tree, node)
