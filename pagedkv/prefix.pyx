@@ -14,7 +14,7 @@ from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
 from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree
 from pagedkv._radix.order cimport radix_kind
 from pagedkv.sequence cimport PagedKvCache, new_table
-from pagedkv.store cimport PagedKvStore
+from pagedkv.store cimport PagedKvStore, as_store
 
 import sys
 import time
@@ -55,13 +55,16 @@ cdef class PrefixHandle:
     cdef object prefixes            # a weak reference to the one cache that it is used with
     cdef bytes namespace
 
-    cdef int belong(self, PrefixCache prefixes, bytes namespace) except -1:
-        if self.mark.number == 0:
-            self.prefixes = weakref.ref(prefixes)
-            self.namespace = namespace
-        elif self.prefixes() is not prefixes or self.namespace != namespace:
+    cdef int check_whose(self, PrefixCache prefixes, bytes namespace) except -1:
+        if self.mark.number and (self.prefixes() is not prefixes or self.namespace != namespace):
             raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
         return 0
+
+    cdef void become(self, object reference, bytes namespace, Mark mark) noexcept:
+        # At once: tokens and clocks run the caller's code, which may use the same handle for something else.
+        self.prefixes = reference
+        self.namespace = namespace
+        self.mark = mark
 
     def __repr__(self):
         return f"PrefixHandle({self.mark.n if self.mark.number else 0} tokens)"
@@ -98,6 +101,8 @@ cdef class PrefixCache:
     ------
     TypeError, ValueError
         No store, or a clock that cannot be called; a store that has a prefix cache already.
+    RuntimeError
+        The store's ``__init__`` has not run.
 
     Notes
     -----
@@ -140,16 +145,15 @@ cdef class PrefixCache:
     cdef object clock
 
     def __init__(self, store, *, clock=None):
-        if not isinstance(store, PagedKvStore):
-            raise TypeError(f"store: expected a PagedKvStore, got {describe(store)}")
+        cdef PagedKvStore home = as_store(store)
         if clock is None:
             clock = time.monotonic
         if not callable(clock):
             raise TypeError(f"clock: expected a callable, got {describe(clock)}")
         if self._store is not None:
             raise RuntimeError("PrefixCache: __init__ runs once")
-        (<PagedKvStore>store).know_prefixes(self)
-        self._store = store
+        home.know_prefixes(self)
+        self._store = home
         self.clock = clock
 
     def __dealloc__(self):
@@ -351,14 +355,15 @@ cdef class PrefixCache:
         cdef int64_t rank = as_size(priority, "priority", -sys.maxsize, sys.maxsize)
         cdef object seconds = as_ttl(ttl)
         cdef PrefixHandle mine = PrefixHandle() if handle is None else as_handle(handle)
+        cdef object reference = weakref.ref(self)
         cdef Mark mark
         cdef Py_ssize_t n_new
         while True:
-            mine.belong(self, name)
+            mine.check_whose(self, name)
             mark = mine.mark
             n_new = self.insert_after(&mark, tokens, name, <PagedKvCache>cache, rank, seconds)
             if n_new >= 0:
-                mine.mark = mark
+                mine.become(reference, name, mark)
                 return n_new
             mine.mark.number = 0  # evicted since, or cleared: the tokens are looked at once more
 

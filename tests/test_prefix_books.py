@@ -220,6 +220,14 @@ def test_forgetting_keeps_the_order_of_namespaces():
     assert prefixes.match([*range(32), 1], namespace=b"largest then") == 28
 
 
+def test_a_store_that_is_not_made_yet_has_no_prefix_cache():
+    store = PagedKvStore.__new__(PagedKvStore)
+    with pytest.raises(RuntimeError, match="^store: its __init__ has not run"):
+        PrefixCache(store)
+    store.__init__(2, 8, 1, 1)
+    assert PrefixCache(store).match([1, 2, 3]) == 0
+
+
 # --- handles ------------------------------------------------------------------------------------------
 
 
@@ -261,6 +269,28 @@ def test_a_handle_is_lost_where_others_have_taken_its_place(store, prefixes):
     assert prefixes.insert(tokens[:16], cache, handle=handle) == 2
     assert prefixes.match([*other, *tokens[12:17]]) == 12
     assert prefixes.match(tokens) == 16
+    prefixes.check()
+
+
+def test_a_handle_that_a_clock_uses_elsewhere_stays_within_its_namespace(store):
+    handle, calls = PrefixHandle(), []
+
+    def clock():
+        if not calls:
+            calls.append(prefixes.insert(range(4), second, namespace=b"b", handle=handle))
+        return 0.0
+
+    prefixes = PrefixCache(store, clock=clock)
+    first, second = PagedKvCache(), PagedKvCache()
+    for cache in (first, second):
+        append(store, cache, 8)
+    assert prefixes.insert(range(4), first, namespace=b"a", ttl=1, handle=handle) == 1
+    assert calls == [1]
+    with refused(ValueError, "handle", store, second):
+        prefixes.insert(range(8), second, namespace=b"b", handle=handle)
+    assert prefixes.insert(range(8), first, namespace=b"a", handle=handle) == 1
+    assert prefixes.match_blocks(range(9), namespace=b"a").tolist() == first.block_table.tolist()
+    assert prefixes.match(range(9), namespace=b"b") == 4
     prefixes.check()
 
 
