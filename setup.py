@@ -33,7 +33,7 @@ MODULES = {
     "pagedkv._radix.tree": [],
     "pagedkv._radix.faults": [],
     "pagedkv._arrays": [],
-    "pagedkv._rows": [],
+    "pagedkv._rows": ["pagedkv/_kernels/pages.h"],
     "pagedkv.allocator": [],
     "pagedkv.store": [],
     "pagedkv.contiguous": [],
@@ -45,11 +45,13 @@ MODULES = {
 }
 
 # Cython's support of memoryviews and functions, once for all modules instead of in each: it has no .pyx, and its C is
-# made by Cython. On the ground floor, since the kernels have memoryviews as well.
-SHARED = "pagedkv._kernels._cyshared"
+# made by Cython. On the ground floor, since the kernels have memoryviews as well. Cython puts it into sys.modules under
+# its last name too: one that no other package has.
+SHARED = "pagedkv._kernels._pagedkv_shared"
 
-GLUE = os.environ.get("GLUE", "-O1")
-HOT = ("._kernels.", "._radix.", ".allocator")
+# Loops over rows, blocks and nodes are in these, and get -O3. What calls them would gain nothing but size.
+LOOPS = ("pagedkv._kernels.", "pagedkv._radix.", "pagedkv.allocator")
+
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
 
@@ -68,11 +70,10 @@ DIRECTIVES = {
 
 
 def compiler_options(name):
-    """Flags for the compiler and the linker. Loops over rows are in the kernels; what calls them gains nothing from more
-    than LEVEL, and takes the compiler three times as long."""
+    """Flags for the compiler and the linker."""
     if sys.platform == "win32":
         return ["/std:c11", "/experimental:c11atomics", "/O2"], []
-    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if any(part in name for part in HOT) else GLUE
+    level = "-O0" if DEBUG else "-O1" if SANITIZE else "-O3" if name.startswith(LOOPS) and name != SHARED else "-O2"
     compile_args = ["-std=c11", level, "-fvisibility=hidden"]
     link_args = []
     if DEBUG or SANITIZE:
@@ -91,8 +92,8 @@ def extensions():
         yield Extension(
             name,
             # Of what all share Cython makes the C file, and says where.
-            [] if name == SHARED else [name.replace(".", "/") + ".pyx", *(file for file in files if file.endswith(".c"))],
-            depends=[file for file in files if file.endswith(".h")],
+            [] if name == SHARED else [name.replace(".", "/") + ".pyx", *(file for file in files if file.endswith(".c"))],  # noqa: E501
+            depends=["setup.py", *(file for file in files if file.endswith(".h"))],
             include_dirs=["pagedkv/_kernels"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args,
@@ -116,6 +117,10 @@ NO_HEADERS = f"""pagedkv is built with the headers of Python, and Python.h is mi
 This Python is {sys.executable}."""
 
 
+def made_before(source, made):
+    return os.path.exists(made) and os.path.getmtime(made) < os.path.getmtime(source)
+
+
 class BuildExt(build_ext):
     """First whether anything can be compiled here, then Cython for all modules, then the compiler."""
 
@@ -131,6 +136,8 @@ class BuildExt(build_ext):
             compiler_directives=DIRECTIVES,
             shared_utility_qualified_name=SHARED,
             nthreads=os.cpu_count() or 1,
+            # By itself it looks at the sources only, not at what was asked of it: in this file.
+            force=any(made_before(__file__, name.replace(".", "/") + ".c") for name in (*MODULES, SHARED)),
         )
         for extension, translated in zip(self.extensions, done, strict=True):
             extension.sources = translated.sources

@@ -40,10 +40,11 @@ cdef class BlockRows:
     # `src`: n rows, of one layer.
     cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
                       int n_threads) noexcept nogil
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
-                     int n_threads) noexcept nogil
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t start,
+                     Py_ssize_t n, int n_threads) noexcept nogil
     # The first n rows of a block, in all layers, to another block.
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil
     cdef void erase_block(self, int32_t block) noexcept nogil
+    cdef Py_ssize_t trim(self, Py_ssize_t block, Py_ssize_t n) noexcept nogil
     cdef bint is_finite(self, Py_ssize_t block) except -1
     cdef void view_layer(self, RowView* view, Py_ssize_t layer) noexcept nogil

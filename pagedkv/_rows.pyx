@@ -18,6 +18,9 @@ from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16, SIMD_F32, SIMD_I8
 
 import numpy as np
 
+cdef extern from "pages.h" nogil:
+    Py_ssize_t give_back_pages(char* start, char* end)
+
 cdef dict KINDS = {"float32": SIMD_F32, "float16": SIMD_F16, "bfloat16": SIMD_BF16, "int8": SIMD_I8}
 # What NumPy sees: it has no bfloat16, and shows the bits.
 cdef dict STORED = {SIMD_F32: np.dtype(np.float32), SIMD_F16: np.dtype(np.float16), SIMD_BF16: np.dtype(np.uint16),
@@ -128,12 +131,12 @@ cdef class BlockRows:
         else:
             scatter_rows(self.packed[layer], src, self.conversion(src), slots, n, n_threads)
 
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t n,
-                     int n_threads) noexcept nogil:
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t start,
+                     Py_ssize_t n, int n_threads) noexcept nogil:
         if self.kind == SIMD_F32:
-            gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, n, n_threads)
+            gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, start, n, n_threads)
         else:
-            gather_blocks(dst, self.packed[layer], &self.format, table, self.block_size, n, n_threads)
+            gather_blocks(dst, self.packed[layer], &self.format, table, self.block_size, start, n, n_threads)
 
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size
@@ -150,6 +153,15 @@ cdef class BlockRows:
                 erase_rows(self.floats[layer], block * size, size)
             else:
                 erase_rows(self.packed[layer], block * size, size)
+
+    cdef Py_ssize_t trim(self, Py_ssize_t block, Py_ssize_t n) noexcept nogil:
+        """Give the memory of n neighbouring blocks back to the system, as far as they have whole pages; returns bytes."""
+        cdef Py_ssize_t layer, n_bytes = 0, block_bytes = self.block_size * self.row_bytes
+        cdef Py_ssize_t layer_bytes = self.n_bytes // max(self.n_layers, 1)
+        cdef char* start = <char*>self.memory + block * block_bytes
+        for layer in range(self.n_layers):
+            n_bytes += give_back_pages(start + layer * layer_bytes, start + layer * layer_bytes + n * block_bytes)
+        return n_bytes
 
     cdef bint is_finite(self, Py_ssize_t block) except -1:
         """Whether all values of a block are, in all layers."""

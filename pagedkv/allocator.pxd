@@ -1,3 +1,4 @@
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
@@ -21,7 +22,7 @@ cdef class BlockAllocator:
     cdef inline Py_ssize_t n_free(self) noexcept:
         return self.n_returned + self.n_fresh
 
-    # Blocks that the prefix cache alone holds, and no term protects.
+    # Blocks that the prefix cache alone holds, and no term protects; for whoever has the critical section.
     cdef inline Py_ssize_t n_evictable(self) noexcept:
         return 0 if self.tree is NULL else self.tree.n_evictable
 
@@ -39,6 +40,9 @@ cdef class BlockAllocator:
     cdef Py_ssize_t give_back_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef void freed_from(self, Py_ssize_t top) noexcept
 
+    # The ids of blocks that are free and were held before, in ascending order.
+    cdef cnp.ndarray used_before(self)
+
     # Begin to know prefixes, and end it: ValueError if somebody does already.
     cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1
     cdef void know_nothing(self) noexcept
@@ -54,6 +58,9 @@ cdef class BlockAllocator:
     cdef Py_ssize_t evict(self, Py_ssize_t n, bint all_or_none) noexcept
     cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept
     cdef Py_ssize_t clear(self, const Key* key) noexcept
+    # For whom the prefix cache may go at any time.
+    cdef Py_ssize_t count_evictable(self) noexcept
+    cdef bint has_terms(self) noexcept
     cdef void end_terms(self, double now) noexcept
     cdef bint is_idle(self, int32_t id) noexcept
     cdef void collect(self) noexcept

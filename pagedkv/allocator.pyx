@@ -16,11 +16,12 @@ Every change is one critical section in which no Python code can run, so it is a
 """
 
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_index
+from pagedkv._arrays cimport as_index, empty_ids
 from pagedkv._radix.faults cimport radix_fault
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree, radix_free, radix_new
 from pagedkv._radix.order cimport radix_end_terms, radix_is_idle, radix_kind
@@ -142,6 +143,16 @@ cdef class BlockAllocator:
             for i in range(top, self.n_returned):
                 self.erase(self.owner, self.returned[i])
 
+    cdef cnp.ndarray used_before(self):
+        cdef Py_ssize_t n = self.n_returned, i
+        ids = empty_ids(n)
+        cdef int32_t[::1] out = ids
+        with cython.critical_section(self):
+            n = min(n, self.n_returned)
+            for i in range(n):
+                out[i] = self.returned[i]
+        return np.sort(ids[:n])
+
     # --- what a prefix cache knows ---
 
     cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1:
@@ -249,6 +260,18 @@ cdef class BlockAllocator:
             n = radix_clear(self.tree, key)
             self.collect()
         return n
+
+    cdef Py_ssize_t count_evictable(self) noexcept:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = self.n_evictable()
+        return n
+
+    cdef bint has_terms(self) noexcept:
+        cdef bint found
+        with cython.critical_section(self):
+            found = self.tree is not NULL and self.tree.terms.n > 0
+        return found
 
     cdef void end_terms(self, double now) noexcept:
         with cython.critical_section(self):

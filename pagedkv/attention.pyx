@@ -19,10 +19,9 @@ from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
     AttendOptions, AttendPlan, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
 from pagedkv._kernels.simd cimport SIMD_F32
-from pagedkv.sequence cimport PagedKvCache
+from pagedkv.sequence cimport MAX_POSITIONS, PagedKvCache
 from pagedkv.store cimport PagedKvStore, as_store
 
-cdef Py_ssize_t MAX_POSITIONS = 1 << 60  # sums of two stay far from overflow
 cdef Py_ssize_t MAX_ROWS = 1 << 40
 cdef str KV_WANTED = "float32 [s, width] or [s, n_kv_heads, head_dim]"
 
@@ -121,7 +120,7 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
     cdef PlanShelf shelf
     cdef KvView kv
     memset(&shelf, 0, sizeof(shelf))
-    n_rows = as_size(sum(lens), "query_lens", 0, MAX_ROWS)
+    n_rows = sum(lens)
     view_layer(&kv, home, index)
     spans = <QuerySpan*>calloc(max(n_caches, 1), sizeof(QuerySpan))
     if spans is NULL:
@@ -341,15 +340,24 @@ cdef tuple as_caches(caches):
     return batch
 
 
+cdef tuple as_distinct_caches(caches):
+    batch = as_caches(caches)
+    if len(set(map(id, batch))) != len(batch):
+        raise ValueError("caches: expected each cache once, got one of them twice")
+    return batch
+
+
 cdef tuple as_query_lens(query_lens, Py_ssize_t n):
     if hasattr(query_lens, "__index__") and not getattr(query_lens, "ndim", 0):
-        return (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
-    if not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
+        lens = (as_size(query_lens, "query_lens", 0, MAX_ROWS),) * n
+    elif not hasattr(query_lens, "__len__") or isinstance(query_lens, (str, bytes, dict, set)):
         raise TypeError(f"query_lens: expected an integer or one for each cache, got {describe(query_lens)}")
-    given = as_items(query_lens, "query_lens", "an integer or one for each cache")
-    lens = tuple([as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(given)])
+    else:
+        given = as_items(query_lens, "query_lens", "an integer or one for each cache")
+        lens = tuple([as_size(length, f"query_lens[{i}]", 0, MAX_ROWS) for i, length in enumerate(given)])
     if len(lens) != n:
         raise ValueError(f"query_lens: expected {n} lengths, one for each cache, got {len(lens)}")
+    as_size(sum(lens), "query_lens", 0, MAX_ROWS)
     return lens
 
 

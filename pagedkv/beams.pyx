@@ -1,8 +1,7 @@
 """Beam search: which sequences go on, and from which of them, in one call for the whole batch."""
 
-
 from pagedkv._arrays cimport as_index, as_items
-from pagedkv.attention cimport as_caches
+from pagedkv.attention cimport as_distinct_caches
 from pagedkv.sequence cimport PagedKvCache, fork_all
 from pagedkv.store cimport PagedKvStore, as_store
 
@@ -49,12 +48,10 @@ def reorder(store, caches, parents):
     ([1.0, 1.0, 0.0], 4)
     """
     cdef PagedKvStore home = as_store(store)
-    cdef tuple batch = as_caches(caches)
+    cdef tuple batch = as_distinct_caches(caches)
     cdef Py_ssize_t n = len(batch), n_locked = 0, i
     cdef list moves = [(cache, batch[parent]) for cache, parent in zip(batch, as_parents(parents, n), strict=True)
                        if cache is not batch[parent]]
-    if len(set(map(id, batch))) != n:
-        raise ValueError("caches: expected each cache once, got one of them twice")
     try:
         for i in range(n):
             (<PagedKvCache>batch[i]).begin_write(home)

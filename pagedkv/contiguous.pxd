@@ -38,3 +38,7 @@ cdef class KvCache:
     cdef int set_empty(self, Py_ssize_t k_width, Py_ssize_t v_width) except -1
     cdef void set_len(self, Py_ssize_t n) noexcept
     cdef void set_rows(self, object k, object v, float[:, ::1] k_rows, float[:, ::1] v_rows) noexcept
+
+
+# What rows of such heads are copied into: what the caller gave, or a new one for None. TypeError and ValueError name it.
+cdef KvCache as_target(object out, str name, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim)

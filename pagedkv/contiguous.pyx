@@ -6,12 +6,12 @@ from libc.string cimport memcpy, memmove
 
 from pagedkv._arrays cimport as_native, as_rows, as_size, check_rows, describe, empty_rows
 from pagedkv._guard cimport enter_writer, leave_writer
+from pagedkv._kernels.rows cimport NOGIL_FROM
 from pagedkv._kernels.simd cimport SIMD_F32
 
 from pagedkv.errors import KvPoolExhausted
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
-cdef Py_ssize_t NOGIL_FROM = 64 << 10  # bytes; below, releasing the GIL costs more than it gains others
 
 
 cdef class KvBlockPool:
@@ -487,6 +487,15 @@ cdef class KvCache:
                 f"out: expected a KvCache of {n_kv_heads} heads of {head_dim} and {v_head_dim} values, "
                 f"got {self.n_kv_heads} heads of {self.head_dim} and {self.v_head_dim}")
         return 0
+
+
+cdef KvCache as_target(object out, str name, Py_ssize_t n_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim):
+    if out is None:
+        return KvCache(n_kv_heads, head_dim, v_head_dim=v_head_dim)
+    if not isinstance(out, KvCache):
+        raise TypeError(f"{name}: expected a KvCache, got {describe(out)}")
+    (<KvCache>out).check_heads(n_kv_heads, head_dim, v_head_dim)
+    return <KvCache>out
 
 
 cdef object seal(object rows):

@@ -173,7 +173,7 @@ cdef class PrefixCache:
     def evictable_block_count(self):
         """Blocks that could be given up now: nobody else holds them, and no ``ttl`` protects them. O(1)."""
         self._end_terms()
-        return self._store.blocks.n_evictable()
+        return self._store.blocks.count_evictable()
 
     def is_evictable(self, block):
         """Whether a block is one of those that could be given up now.
@@ -283,7 +283,7 @@ cdef class PrefixCache:
         """`attach` to what is known of the first `n_most` tokens; what was asked for are all of them."""
         self.check_made()
         cdef PagedKvStore store = self._store
-        cdef Key key = key_of(name, ids, n_most)
+        cdef Key key = key_of(name, ids, min(n_most, ids.shape[0]))
         cdef Py_ssize_t n, n_blocks
         cdef int32_t tail, source
         cdef int32_t* table = NULL
@@ -373,8 +373,11 @@ cdef class PrefixCache:
                              f"got {len(tokens)}")
         cdef Py_ssize_t n = (before + ids.shape[0]) // size
         cdef int32_t[::1] table = empty_ids(n)
-        cdef double expires = self._end_terms() if seconds is None else self.now()
-        expires = NEVER if seconds is None else expires + <double>seconds
+        cdef double expires = NEVER
+        if seconds is None:
+            self._end_terms()
+        else:
+            expires = self.now() + <double>seconds
         if store.debug:
             check_finite(store, cache, n)
         # From here on nobody else runs, and the sequence is what it is.
@@ -385,7 +388,8 @@ cdef class PrefixCache:
             raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
         with cython.critical_section(cache):
             n = min(n, cache.n_blocks)
-            memcpy(&table[0], cache.table, n * sizeof(int32_t))
+            if n:
+                memcpy(&table[0], cache.table, n * sizeof(int32_t))
         n = store.blocks.insert(key_of(name, ids, n * size - before), &table[0], priority, expires, mark)
         store.after_change()
         return n
@@ -471,13 +475,12 @@ cdef class PrefixCache:
             ``namespace`` is no bytes and not None.
         """
         self.check_made()
-        cdef const int64_t[::1] no_ids = None
         cdef bytes name
         cdef Key key
         if namespace is ...:
             return self.gone(self._store.blocks.clear(NULL))
         name = as_namespace(namespace)
-        key = key_of(name, no_ids, 0)
+        key = key_of_all(name)
         return self.gone(self._store.blocks.clear(&key))
 
     cdef Py_ssize_t gone(self, Py_ssize_t n) except -1:
@@ -523,16 +526,25 @@ cdef class PrefixCache:
     cpdef double _end_terms(self) except? -1:
         """Let go of what was protected until now."""
         self.check_made()
-        return self.now() if self._store.blocks.tree.terms.n else 0
+        return self.now() if self._store.blocks.has_terms() else 0
 
 
 cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:
     """What the books look for; both objects have to outlive it."""
+    cdef Key key = key_of_all(name)
+    if n > 0:
+        key.n = n
+        key.ids = &ids[0]
+    return key
+
+
+cdef Key key_of_all(bytes name) noexcept:
+    """The same for a whole namespace."""
     cdef Key key
     key.name = NULL if name is None else <char*>name
     key.n_bytes = -1 if name is None else len(name)
-    key.n = max(n, 0)
-    key.ids = &ids[0] if n > 0 else NULL
+    key.n = 0
+    key.ids = NULL
     return key
 
 

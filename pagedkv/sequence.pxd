@@ -1,6 +1,7 @@
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t
 
+from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport PagedKvStore
 
 cdef extern from *:
@@ -58,12 +59,15 @@ cdef class PagedKvCache:
                      Py_ssize_t length, Py_ssize_t block_size) noexcept
     cdef int give_back_from(self, Py_ssize_t first) except -1
     cdef int fork_into(self, PagedKvCache other) except -1
+    # Of the layers from this one on, one for each target: all or none. A stop of -1 is the end.
+    cdef int copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
+                      list targets) except -1
     cdef int end_growth(self, PagedKvStore store) except -1
 
 
-# Growths of a batch, n pointers to PagedKvCache, each of which says how many new positions: all of them or, raising PagedStoreExhausted or
-# MemoryError, none. Every cache is locked by the caller, each is there once. Returns the number of blocks taken. Runs no
-# code but this.
+# Growths of a batch, n pointers to PagedKvCache, each of which says how many new positions: all of them or, raising
+# PagedStoreExhausted or MemoryError, none. Every cache is locked by the caller, and each is there once. Returns the number
+# of blocks taken. Runs no code but this.
 cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1
 
 # Each cache becomes a fork of what another one of the batch, its source, is now: all or none. All are locked, the sources

@@ -1,4 +1,5 @@
-from typing import Any, SupportsIndex
+from collections.abc import Sequence
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ class PagedKvCache:
         block_size: SupportsIndex,
         *,
         store: PagedKvStore | None = None,
+        first_position: SupportsIndex = 0,
     ) -> None: ...
     def clone(self) -> Self: ...
     def clone_from(self, source: PagedKvCache) -> None: ...
@@ -41,6 +43,25 @@ class PagedKvCache:
     def truncate(self, store: PagedKvStore, new_len: SupportsIndex) -> None: ...
     def can_truncate_to(self, new_len: SupportsIndex) -> bool: ...
     def drop_before(self, store: PagedKvStore, position: SupportsIndex) -> None: ...
+    @overload
     def to_contiguous(
-        self, store: PagedKvStore, *, layer: SupportsIndex = 0, out: KvCache | None = None
+        self,
+        store: PagedKvStore,
+        *,
+        layer: SupportsIndex = 0,
+        start: SupportsIndex = 0,
+        stop: SupportsIndex | None = None,
+        out: KvCache | None = None,
     ) -> KvCache: ...
+    @overload
+    def to_contiguous(
+        self,
+        store: PagedKvStore,
+        *,
+        layer: None,
+        start: SupportsIndex = 0,
+        stop: SupportsIndex | None = None,
+        out: Sequence[KvCache] | None = None,
+    ) -> list[KvCache]: ...
+
+def truncate_all(caches: tuple[PagedKvCache, ...], n_positions: SupportsIndex) -> None: ...

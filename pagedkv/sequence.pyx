@@ -20,15 +20,17 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_ids, as_index, as_size, describe, empty_ids
+from pagedkv._arrays cimport as_ids, as_index, as_items, as_size, describe, empty_ids
 from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._kernels.rows cimport GivenRows
+from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows
 from pagedkv._rows cimport BlockRows
-from pagedkv.contiguous cimport KvCache
-from pagedkv.store cimport NOGIL_FROM, PagedKvStore, as_store
+from pagedkv.contiguous cimport KvCache, as_target
+from pagedkv.store cimport PagedKvStore, as_store
 
 from collections import Counter
+
+import numpy as np
 
 
 @cython.no_gc_clear  # the blocks go back to the store when the sequence goes: it must still be there
@@ -100,7 +102,7 @@ cdef class PagedKvCache:
         with cython.critical_section(self):
             n = min(n, self.n_blocks)
             if n:
-                memcpy(cnp.PyArray_DATA(table), self.table, n * sizeof(int32_t))
+                copy_ids(<int32_t*>cnp.PyArray_DATA(table), self.table, n)
         table = table[:n]
         table.flags.writeable = False
         return table
@@ -267,7 +269,7 @@ cdef class PagedKvCache:
 
     # --- starting on others' blocks ---
 
-    def adopt_blocks(self, block_table, seq_len, block_size, *, store=None):
+    def adopt_blocks(self, block_table, seq_len, block_size, *, store=None, first_position=0):
         """Start on blocks that the caller holds, with ``seq_len`` positions already computed in them.
 
         This cache takes over one reference a block: the caller retains the blocks of a cached
@@ -284,6 +286,8 @@ cdef class PagedKvCache:
         store : PagedKvStore, optional
             The blocks' store: the ids are checked at once. Without it they are checked at the first use with
             a store, and until then garbage collection has nobody to give them back to.
+        first_position : int, optional
+            A whole number of blocks that are not there, as `drop_before` leaves them: ``block_table`` has -1 for each.
 
         Raises
         ------
@@ -296,17 +300,22 @@ cdef class PagedKvCache:
         cdef PagedKvStore home = None if store is None else as_store(store)
         cdef Py_ssize_t size = as_size(block_size, "block_size", 1, MAX_POSITIONS)
         cdef Py_ssize_t n = as_size(seq_len, "seq_len", 0, MAX_POSITIONS)
-        cdef int32_t[::1] table = as_ids(block_table, "block_table", INT32_MAX)
+        cdef Py_ssize_t i, first = as_size(first_position, "first_position", 0, n), n_dropped = first // size
+        if first % size:
+            raise ValueError(f"first_position: expected a multiple of block_size {size}, got {first}")
+        cdef int32_t[::1] table = as_ids(after_dropped(block_table, n_dropped), "block_table", INT32_MAX)
+        cdef Py_ssize_t n_blocks = n_dropped + table.shape[0]
         if n % size:
             raise ValueError(f"seq_len: expected a multiple of block_size {size}, got {n}")
-        if n // size > table.shape[0]:
-            raise ValueError(f"block_table: expected at least {n // size} ids for seq_len {n}, got {table.shape[0]}")
-        if table.shape[0] > MAX_POSITIONS // size:
-            raise ValueError(f"block_size: {table.shape[0]} blocks of {size} positions are more than can be counted")
-        cdef Py_ssize_t n_blocks = table.shape[0]
+        if n // size > n_blocks:
+            raise ValueError(f"block_table: expected at least {n // size} ids for seq_len {n}, got {n_blocks}")
+        if n_blocks > MAX_POSITIONS // size:
+            raise ValueError(f"block_size: {n_blocks} blocks of {size} positions are more than can be counted")
         cdef int32_t* own = new_table(n_blocks)
-        if n_blocks:
-            memcpy(own, &table[0], n_blocks * sizeof(int32_t))
+        for i in range(n_dropped):
+            own[i] = -1
+        if table.shape[0]:
+            copy_ids(&own[n_dropped], &table[0], table.shape[0])
         cdef bint started = False
         try:
             self.lock_write()
@@ -314,8 +323,8 @@ cdef class PagedKvCache:
                 if self.n_blocks:
                     raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
                 if home is not None:
-                    check_adopted(home, table, n_blocks, size)
-                self.become(home, own, n_blocks, 0, n, size)
+                    check_adopted(home, table, size)
+                self.become(home, own, n_blocks, n_dropped, n, size)
                 started = True
             finally:
                 self.end_write()
@@ -484,55 +493,87 @@ cdef class PagedKvCache:
 
     # --- reading ---
 
-    def to_contiguous(self, store, *, layer=0, out=None):
-        """Copy the K/V of one layer out of the store.
+    def to_contiguous(self, store, *, layer=0, start=0, stop=None, out=None):
+        """Copy K/V out of the store: those of one layer, or of all, and of all positions, or a part.
 
         Parameters
         ----------
         store : PagedKvStore
-        layer : int, optional
-            0 to ``n_layers - 1``.
-        out : KvCache, optional
+        layer : int or None, optional
+            0 to ``n_layers - 1``; None is all of them.
+        start, stop : int, optional
+            The first position, and the one after the last: ``first_position <= start <= stop <= seq_len``. To the end
+            without ``stop``.
+        out : KvCache, or with ``layer=None`` a list of them, optional
             Is overwritten and returned: its buffers are used again. Views of it that were taken
             before show the new rows, or keep the old ones if it had to grow.
 
         Returns
         -------
-        KvCache
-            ``seq_len`` positions: ``k`` float32 ``[seq_len, k_width]``, ``v`` float32 ``[seq_len, v_width]``.
+        KvCache, or with ``layer=None`` a list of one for each layer
+            ``n = stop - start`` positions: ``k`` float32 ``[n, k_width]``, ``v`` float32 ``[n, v_width]``.
 
         Raises
         ------
         ValueError
-            Another store, an ``out`` of other widths, or positions that `drop_before` gave up.
+            Another store, an ``out`` of other widths or layers, positions that are not there, or that `drop_before` gave
+            up.
         IndexError, TypeError, RuntimeError
             ``layer`` out of range; ``out`` is no KvCache; in use by a running call that writes, or ``out`` by any.
         """
         cdef PagedKvStore home = as_store(store)
-        cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
-        cdef int n_threads = resolve_threads(0)
-        cdef BlockRows k_rows = home.k, v_rows = home.v
-        cdef float[:, ::1] k, v
+        cdef Py_ssize_t first = as_size(start, "start", 0, MAX_POSITIONS)
+        cdef Py_ssize_t end = -1 if stop is None else as_size(stop, "stop", 0, MAX_POSITIONS)
+        cdef Py_ssize_t index
+        if layer is not None:
+            index = as_index(layer, "layer", home.n_layers)
+            target = as_target(out, "out", home.n_kv_heads, home.head_dim, home.v_head_dim)
+            self.copy_out(home, index, first, end, [target])
+            return target
         if out is None:
-            out = KvCache(home.n_kv_heads, home.head_dim, v_head_dim=home.v_head_dim)
-        elif not isinstance(out, KvCache):
-            raise TypeError(f"out: expected a KvCache, got {describe(out)}")
-        cdef KvCache target = <KvCache>out
-        target.check_heads(home.n_kv_heads, home.head_dim, home.v_head_dim)
-        self.begin_read(home)
+            out = [None] * home.n_layers
+        targets = [as_target(target, f"out[{i}]", home.n_kv_heads, home.head_dim, home.v_head_dim)
+                   for i, target in enumerate(as_items(out, "out", "several KvCaches"))]
+        if len(targets) != home.n_layers or len(set(map(id, targets))) != home.n_layers:
+            raise ValueError(f"out: expected {home.n_layers} KvCaches, one for each layer, got {len(targets)}")
+        self.copy_out(home, 0, first, end, targets)
+        return targets
+
+    cdef int copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
+                      list targets) except -1:
+        cdef int n_threads = resolve_threads(0)
+        cdef BlockRows k_rows = store.k, v_rows = store.v
+        cdef float[:, ::1] k, v
+        cdef Py_ssize_t i, n, n_begun = 0, n_ended = 0
+        cdef KvCache target
+        self.begin_read(store)
         try:
-            if self.n_dropped:
+            if start < self.n_dropped * self.block_size:
                 raise ValueError(f"to_contiguous: positions before {self.first_position} were dropped")
-            target.begin_overwriting(self.length)
-            k, v = target.k_rows, target.v_rows
-            if self.length:
-                with nogil:
-                    k_rows.gather(k, index, self.table, self.length, n_threads)
-                    v_rows.gather(v, index, self.table, self.length, n_threads)
-            target.end_overwriting(self.length)
+            if start > self.length:
+                raise ValueError(f"start: expected at most {self.length}, got {start}")
+            stop = self.length if stop < 0 else stop
+            if not start <= stop <= self.length:
+                raise ValueError(f"stop: expected {start} to {self.length}, got {stop}")
+            n = stop - start
+            for target in targets:  # all that can fail, for all of them
+                target.begin_overwriting(n)
+                n_begun += 1
+            for i in range(n_begun):
+                target = <KvCache>targets[i]
+                k, v = target.k_rows, target.v_rows
+                if n:
+                    with nogil:
+                        k_rows.gather(k, layer + i, self.table, start, n, n_threads)
+                        v_rows.gather(v, layer + i, self.table, start, n, n_threads)
+                target.end_overwriting(n)
+                n_ended += 1
         finally:
+            for i in range(n_ended, n_begun):
+                target = <KvCache>targets[i]
+                target.end_overwriting(target.seq_len)
             self.end_read()
-        return target
+        return 0
 
     # --- the guard ---
 
@@ -571,7 +612,8 @@ cdef class PagedKvCache:
         """Tie adopted blocks to the first store they are used with."""
         if self.store is not None:
             raise ValueError("store: expected the store whose blocks this cache holds, got another")
-        check_adopted(store, <int32_t[:self.n_blocks]>self.table, self.n_blocks, self.block_size)
+        if self.n_dropped < self.n_blocks:
+            check_adopted(store, <int32_t[:self.n_blocks - self.n_dropped]>&self.table[self.n_dropped], self.block_size)
         self.store = store
         return 0
 
@@ -597,7 +639,7 @@ cdef class PagedKvCache:
             return 0
         growth.table = new_table(room)
         if self.n_blocks:
-            memcpy(growth.table, self.table, self.n_blocks * sizeof(int32_t))
+            copy_ids(growth.table, self.table, self.n_blocks)
         if growth.n_copies == 0:
             with cython.critical_section(self):
                 self.table = growth.table
@@ -623,7 +665,7 @@ cdef class PagedKvCache:
         store.drop_each(taken, n_left)  # another holder has let go meanwhile
         growth.n_copies -= n_left
         if growth.n_missing:
-            memcpy(&table[self.n_blocks], &taken[n_left], growth.n_missing * sizeof(int32_t))
+            copy_ids(&table[self.n_blocks], &taken[n_left], growth.n_missing)
 
     cdef void commit(self, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept:
         cdef Py_ssize_t i, n = self.n_blocks
@@ -632,7 +674,8 @@ cdef class PagedKvCache:
             for i in range(self.length // store.block_size, n):
                 if old[i] != growth.table[i]:
                     store.drop(&old[i], 1)
-            store.copies_on_write += growth.n_copies
+            with cython.critical_section(store):
+                store.copies_on_write += growth.n_copies
             with cython.critical_section(self):
                 self.table = growth.table
                 self.room = n + growth.n_missing
@@ -695,6 +738,34 @@ cdef class PagedKvCache:
         if other.store is not None:
             other.store.after_change()
         return 0
+
+
+cdef inline void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexcept:
+    if n:  # a table that never had an entry has no address
+        memcpy(dst, src, n * sizeof(int32_t))
+
+
+def truncate_all(tuple caches not None, n_positions):
+    """Cut every one of these sequences, a model's in its stores, that is longer: all of them, or raising, none."""
+    cdef Py_ssize_t n = as_size(n_positions, "n_positions", 0, MAX_POSITIONS), n_locked = 0, keep, i
+    cdef PagedKvCache cache
+    try:
+        for i in range(len(caches)):
+            cache = caches[i]
+            cache.lock_write()
+            n_locked += 1
+            if cache.length > n and cache.n_dropped * cache.block_size > n:
+                raise ValueError(f"n_positions: expected {cache.first_position} or more, what the windows have left, got {n}")
+        for i in range(n_locked):
+            cache = <PagedKvCache>caches[i]
+            if cache.length > n:
+                keep = max(blocks_for(n, cache.block_size), cache.n_dropped)
+                cache.store.drop_each(&cache.table[keep], cache.n_blocks - keep)
+                cache.n_blocks = keep
+                cache.length = n
+    finally:
+        for i in range(n_locked):
+            (<PagedKvCache>caches[i]).end_write()
 
 
 cdef int32_t* new_table(Py_ssize_t n) except NULL:
@@ -782,7 +853,7 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
             forks[i].length = source.length
             forks[i].block_size = source.block_size
             forks[i].table = new_table(forks[i].n_blocks)
-            memcpy(forks[i].table, source.table, forks[i].n_blocks * sizeof(int32_t))
+            copy_ids(forks[i].table, source.table, forks[i].n_blocks)
             n_new += forks[i].n_blocks - forks[i].n_dropped
             n_old += cache.n_blocks - cache.n_dropped
             old_store = cache.store if cache.n_blocks else old_store
@@ -791,10 +862,9 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
         n_new = n_old = 0
         for i in range(n):
             cache = <PagedKvCache>caches[i]
-            memcpy(&retained[n_new], &forks[i].table[forks[i].n_dropped],
-                   (forks[i].n_blocks - forks[i].n_dropped) * sizeof(int32_t))
+            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped], forks[i].n_blocks - forks[i].n_dropped)
             n_new += forks[i].n_blocks - forks[i].n_dropped
-            memcpy(&given_up[n_old], &cache.table[cache.n_dropped], (cache.n_blocks - cache.n_dropped) * sizeof(int32_t))
+            copy_ids(&given_up[n_old], &cache.table[cache.n_dropped], cache.n_blocks - cache.n_dropped)
             n_old += cache.n_blocks - cache.n_dropped
         if n_new and new_store.blocks.retain(retained, n_new) >= 0:
             raise OverflowError("caches: a block has as many holders as can be counted")
@@ -818,9 +888,19 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
     return 0
 
 
-cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t n, Py_ssize_t block_size) except -1:
-    """ValueError or IndexError unless the first n ids are blocks of the store that someone holds."""
+cdef object after_dropped(object block_table, Py_ssize_t n_dropped):
+    """The ids after those of blocks that are not there."""
+    if n_dropped == 0 or not isinstance(block_table, (list, tuple, range, np.ndarray)):
+        return block_table  # to be looked at as it is, or refused
+    given = as_items(block_table, "block_table", "block ids")
+    if len(given) < n_dropped or any([id != -1 for id in given[:n_dropped]]):
+        raise ValueError(f"block_table: expected -1 for each of {n_dropped} blocks before first_position")
+    return given[n_dropped:]
+
+
+cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t block_size) except -1:
+    """ValueError or IndexError unless the ids are blocks of the store that someone holds."""
     if block_size != store.block_size:
         raise ValueError(f"block_size: expected {store.block_size}, the store's, got {block_size}")
-    store.blocks.check_held(table[:n], "block_table")
+    store.blocks.check_held(table, "block_table")
     return 0

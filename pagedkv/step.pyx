@@ -10,19 +10,17 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_index, as_size, as_thread_count, empty_slots
+from pagedkv._arrays cimport as_index, as_thread_count, empty_slots
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows
-from pagedkv.attention cimport Asked, as_asked, as_caches, as_query_lens, attend, view_layer
+from pagedkv.attention cimport Asked, as_asked, as_distinct_caches, as_query_lens, attend, view_layer
 from pagedkv.sequence cimport Growth, PagedKvCache, stage
 from pagedkv.store cimport PagedKvStore, as_store
 
 import numpy as np
 
-
-cdef Py_ssize_t MAX_ROWS = 1 << 40
 
 cdef enum State:
     NEW, READY, OPEN, COMMITTED, ROLLED_BACK
@@ -105,12 +103,10 @@ cdef class Step:
 
     def __cinit__(self, store, caches, query_lens=1, *, n_threads=None):
         self.store = as_store(store)
-        self.caches = as_caches(caches)
+        self.caches = as_distinct_caches(caches)
         self.n_caches = len(self.caches)
-        if len(set(map(id, self.caches))) != self.n_caches:
-            raise ValueError("caches: expected each cache once, got one of them twice")
         self.query_lens = as_query_lens(query_lens, self.n_caches)
-        self.n_rows = as_size(sum(self.query_lens), "query_lens", 0, MAX_ROWS)
+        self.n_rows = sum(self.query_lens)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
         self.written = bytearray(self.store.n_layers)
         self.state = READY

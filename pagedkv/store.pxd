@@ -4,10 +4,6 @@ from libc.stdint cimport int32_t
 from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator
 
-# Below this, releasing the GIL costs more than the copy it would let others overlap with.
-cdef enum:
-    NOGIL_FROM = 64 << 10
-
 
 cdef class PagedKvStore:
     cdef object __weakref__

@@ -9,6 +9,7 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 
 from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
+from pagedkv._kernels.rows cimport NOGIL_FROM
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator
 
@@ -293,14 +294,14 @@ prefault=False, debug=False)\n--\n
             ``n`` is no integer of at least 0.
         """
         cdef Py_ssize_t i, count = as_size(n, "n", 0, MAX_SIZE)
+        if count > self.blocks.n_free():
+            self.end_terms()
         if count > self.blocks.total:  # not worth an array of that size
             raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
         if count == 0:
             return ids
-        if count > self.blocks.n_free():
-            self.end_terms()
         if not self.take(&out[0], count):
             raise self.exhausted(count, 0)
         try:
@@ -399,6 +400,29 @@ prefault=False, debug=False)\n--\n
 
     # --- looking after it ---
 
+    def trim(self):
+        """Give the memory of free blocks back to the system. They stay blocks of the store, and take memory again when used.
+
+        What a prefix cache holds stays: `PrefixCache.evict` frees it first. Blocks that are smaller than a page go as far as
+        neighbours are free too. Others may use the store meanwhile.
+
+        Returns
+        -------
+        int
+            Bytes that were given back, of memory that had been written or not; 0 where the system is not Linux.
+        """
+        cdef const int32_t[::1] ids = self.blocks.used_before()
+        cdef Py_ssize_t i = 0, first, n_bytes = 0
+        while i < ids.shape[0]:
+            with cython.critical_section(self.blocks):
+                # A run of neighbours that are still free: nobody takes one of them before this is done.
+                first = i
+                while i < ids.shape[0] and ids[i] == ids[first] + i - first and self.blocks.counts[ids[i]] == 0:
+                    i += 1
+                n_bytes += self.k.trim(ids[first], i - first) + self.v.trim(ids[first], i - first)
+            i += i == first  # somebody has taken it
+        return n_bytes
+
     def stats(self):
         """Counters of the store as a `StoreStats`; costs no walk over the blocks."""
         cdef BlockAllocator blocks = self.blocks
@@ -489,16 +513,14 @@ prefault=False, debug=False)\n--\n
         return 0
 
     cdef int end_terms(self) except -1:
-        if self.blocks.tree is not NULL and self.blocks.tree.terms.n:
+        if self.blocks.has_terms():
             prefixes = self.prefixes()
             if prefixes is not None:
                 prefixes._end_terms()
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
-        if needed > self.blocks.total:
-            self.end_terms()  # was not asked for before: the error says what would be evictable now
-        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.n_evictable())
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.count_evictable())
 
     cdef int know_prefixes(self, object prefixes) except -1:
         reference = weakref.ref(prefixes)

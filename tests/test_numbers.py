@@ -86,11 +86,12 @@ INDICES = {
     "block_table": lambda w, n: pagedkv.PagedKvCache().adopt_blocks([0, n], 0, 4),
 }
 ALL = {**SIZES, **COUNTS, **INDICES}
-# What these allow beyond the others: a head width that goes unsaid, lengths for each sequence, budgets without end.
+# What these allow beyond the others: a head width that goes unsaid, lengths for each sequence, layers, budgets without end.  # noqa: E501
 ALLOWED = {
     "v_head_dim": [None],
     "v_head_dim of KvCache": [None],
     "query_lens": [[2], (2,), np.array([2])],
+    "layer of to_contiguous": [None],
     "budget_bytes": [2**63 - 1],
     "block_size of KvBlockPool": [2**63 - 1],
     "total_blocks of KvBlockPool": [2**63 - 1],

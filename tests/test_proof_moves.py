@@ -2,8 +2,9 @@
 
 Which state a move that was interrupted has left, nobody knows: every row must be right for its tokens nevertheless, every
 block must have the holders that can be found, and the next moves go on from there.
-"""
+"""  # noqa: E501
 
+import contextlib
 import random
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from proof_core import text
 from proof_ways import Thread, Timer, needs_signals
-from proof_world import END, ROUNDS, Wrong, World
+from proof_world import END, ROUNDS, World, Wrong
 
 import pagedkv
 
@@ -21,7 +22,7 @@ SPACES = [None, b"", b"other"]
 
 
 class Moves:
-    """Sequences whose tokens come from a few texts with common beginnings. A name's tokens never change while it runs."""
+    """Sequences whose tokens come from a few texts with common beginnings. A name's tokens never change while it runs."""  # noqa: E501
 
     def __init__(self, seed, total_blocks):
         self.draw = random.Random(seed)
@@ -142,10 +143,8 @@ class Moves:
 
 def refused(act):
     """What a server would see to; the error must not keep the frames that hold on to a sequence."""
-    try:
+    with contextlib.suppress(pagedkv.PagedStoreExhausted):
         act()
-    except pagedkv.PagedStoreExhausted:
-        pass
 
 
 @needs_signals

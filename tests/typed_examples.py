@@ -129,6 +129,7 @@ def example_looking() -> None:
     assert_type(blocks.summary, str)
     assert_type(blocks.free, int)
     assert_type(blocks.rows, tuple[tuple[str, str], ...])
+    assert_type(store.trim(), int)
     store.check()
     store.check([cache])
     with pytest.raises(AttributeError):
@@ -162,7 +163,8 @@ def example_cache() -> None:
     fork.drop_before(store, 4)
     fork.release(store)
     ids = store.acquire(2)
-    fork.adopt_blocks(ids, seq_len=8, block_size=4, store=store)
+    fork.adopt_blocks(ids, seq_len=8, block_size=4, store=store, first_position=0)
+    assert_type(cache.to_contiguous(store, layer=None, start=1, stop=2), list[pagedkv.KvCache])
     with pytest.raises(TypeError):
         cache.push(store, [1.0] * 16, [1.0] * 16)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
@@ -170,7 +172,7 @@ def example_cache() -> None:
     with pytest.raises(TypeError):
         cache.push(ones(16), ones(16))  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        cache.to_contiguous(store, 0)  # type: ignore[call-arg]
+        cache.to_contiguous(store, 0)  # type: ignore[call-overload]
     with pytest.raises(TypeError):
         cache.release()  # type: ignore[call-arg]
 

@@ -2,6 +2,10 @@
 
 from libc.stdint cimport int32_t, int64_t
 
+# Bytes; below this, releasing the GIL costs more than the copy it would let others overlap with.
+cdef enum:
+    NOGIL_FROM = 64 << 10
+
 # A store's rows: floats, or bytes in a RowFormat.
 ctypedef fused stored_t:
     float
@@ -25,7 +29,7 @@ cdef struct GivenRows:
 
 cdef void gather_blocks(
     float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t* table,
-    Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil
+    Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil
 
 cdef void append_rows(
     stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t* table,

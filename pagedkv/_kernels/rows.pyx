@@ -140,8 +140,8 @@ cdef void run_move(Move* move, int n_threads) noexcept nogil:
 
 cdef void gather_blocks(
         float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t* table,
-        Py_ssize_t block_size, Py_ssize_t n, int n_threads) noexcept nogil:
-    """dst[p] = row of position p, for p in [0, n)."""
+        Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
+    """dst[i] = row of position start + i, for i in [0, n)."""
     cdef Move move
     if n == 0:
         return
@@ -152,7 +152,7 @@ cdef void gather_blocks(
     move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
     move.linear_bytes = dst.shape[1] * sizeof(float)
     move.format = format
-    move.start = 0
+    move.start = start
     move.n = n
     move.gather = True
     run_move(&move, n_threads)

@@ -47,7 +47,7 @@
 #endif
 
 /* What this compiler can aim at, beside plain C. A set that it cannot aim at is an empty file. */
-#if defined(__SSE2__) || defined(_M_X64)
+#if defined(__x86_64__) || defined(_M_X64)
 #define SIMD_HAS_SSE2 1
 #endif
 #if defined(__x86_64__) && defined(__GNUC__)

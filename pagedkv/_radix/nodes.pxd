@@ -34,7 +34,7 @@ cdef struct Node:
     int64_t priority
     double expires          # its blocks must stay until then; NEVER without a term
     uint64_t used           # when it was; a parent later than its children
-    uint64_t number         # no other node ever has the same
+    uint64_t number         # no other node ever has the same; another one once tokens were cut off its end
     int32_t n_blocks
     int32_t n_idle          # of its blocks, those that could be given up now
     int32_t parent          # of a free node, the next free one
@@ -105,7 +105,7 @@ cdef struct RadixTree:
     Heap by_size            # namespaces that could give something up
     Heap terms              # nodes whose term ends
     uint64_t n_uses
-    uint64_t n_made         # nodes
+    uint64_t n_numbers      # that nodes have had
     uint64_t n_named        # namespaces
     int32_t gone_first, gone_last               # blocks without a place, whose reference waits to be given back; + 1
     int64_t n_held, n_evictable, n_namespaces   # blocks, of them those that could be given up, namespaces

@@ -127,7 +127,7 @@ cdef int32_t find(const RadixTree* tree, Key key, int64_t* n) noexcept nogil:
 cdef int32_t find_from(const RadixTree* tree, Key key, const Mark* mark, int64_t* n) noexcept nogil:
     cdef int32_t node = mark.node
     cdef int64_t equal, more
-    if node >= tree.n_nodes or tree.nodes[node].number != mark.number or tree.nodes[node].end < mark.n:
+    if node >= tree.n_nodes or tree.nodes[node].number != mark.number:
         return -1
     while tree.nodes[node].start >= mark.n:  # it was cut since
         node = tree.nodes[node].parent
@@ -200,6 +200,8 @@ cdef int reserve_table(RadixTree* tree, uint32_t n) noexcept nogil:
     cdef uint32_t i, room = max(tree.table_room, 16), old_room = tree.table_room
     cdef int32_t* old = tree.table
     cdef int32_t* table
+    if tree.n_listed + n > MAX_ITEMS // 2:
+        return -1
     while room < 2 * (tree.n_listed + n):
         room *= 2
     if room == old_room:
@@ -249,8 +251,8 @@ cdef int32_t new_node(RadixTree* tree, int32_t space, int32_t parent, int64_t st
     it.priority = 0
     it.expires = NEVER
     it.used = 0
-    tree.n_made += 1
-    it.number = tree.n_made
+    tree.n_numbers += 1
+    it.number = tree.n_numbers
     it.n_blocks = it.n_idle = 0
     it.parent = parent
     it.child = it.next = it.previous = 0

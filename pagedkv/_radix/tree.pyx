@@ -295,10 +295,10 @@ cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int
         memcpy(&it.blocks[it.n_blocks], &table[first], n_new * sizeof(int32_t))
         it.n_blocks += <int32_t>n_new
         tree.spaces[it.space].n_blocks += n_new
+        mend_space(tree, it.space)
         for i in range(first, n_blocks):
             add_place(tree, node, table[i])
         settle(tree, node)
-        mend_space(tree, it.space)
     use_path(tree, node)
     raise_path(tree, node, priority, expires)
     if mark is not NULL:
@@ -348,6 +348,7 @@ cdef void remove_blocks(RadixTree* tree, int32_t node, int64_t keep) noexcept no
     while it.n_blocks > keep:
         it.n_blocks -= 1
         tree.spaces[it.space].n_blocks -= 1
+        mend_space(tree, it.space)  # at once: a block that loses its term here may move other namespaces
         remove_place(tree, node, it.blocks[it.n_blocks])
 
 
@@ -374,6 +375,9 @@ cdef void finish(RadixTree* tree, int32_t node) noexcept nogil:
     while it.parent and it.child == 0:
         end = (it.start // tree.block_size + it.n_blocks) * tree.block_size
         if end > it.start:
+            if end < it.end:  # others may follow in place of the tokens that go: no mark is to take them for its own
+                tree.n_numbers += 1
+                it.number = tree.n_numbers
             it.end = end
             shrink(it)
             settle(tree, node)
@@ -384,8 +388,6 @@ cdef void finish(RadixTree* tree, int32_t node) noexcept nogil:
         it = &tree.nodes[node]
     if it.parent == 0 and it.child == 0:
         free_space(tree, space)
-    else:
-        mend_space(tree, space)
 
 
 cdef int64_t lead_of(const RadixTree* tree) noexcept nogil:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from pagedkv import PagedKvCache, Step
-from pagedkv._arrays import as_size
+from pagedkv.sequence import truncate_all
 from pagedkv.serving.stores import LayerGroup, ModelStores
 
 
@@ -56,6 +55,15 @@ class ModelSequence:
         """A second sequence with the same positions. It costs no blocks."""
         return ModelSequence(self.stores, [cache.clone() for cache in self.caches])
 
+    def __copy__(self) -> ModelSequence:
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSequence:
+        return self.clone()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("ModelSequence: cannot be pickled, it holds blocks of stores by id")
+
     def can_truncate_to(self, n_positions: int) -> bool:
         """Whether all that a query from there on can see is still held.
 
@@ -90,12 +98,7 @@ class ModelSequence:
         TypeError, ValueError, RuntimeError
             As for `PagedKvCache.truncate`. Nothing was changed.
         """
-        n_held = max(cache.first_position for cache in self.caches)
-        if as_size(n_positions, "n_positions", 0, sys.maxsize) < n_held and n_positions < self.seq_len:
-            raise ValueError(f"n_positions: expected {n_held} or more, what the windows have left, got {n_positions}")
-        for group, cache in self._places():
-            if cache.seq_len > n_positions:
-                cache.truncate(group.store, n_positions)
+        truncate_all(tuple(self.caches), n_positions)
 
     def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
         """Takes the blocks of so many positions in every store, or none.
