@@ -1,15 +1,18 @@
-"""Allocations of Python that fail when they are told to. In a fork: where a failure is not expected, interpreters end."""
+"""Allocations of Python that fail when they are told to. In a fork: where nobody expects it, interpreters end."""
 
 import json
 import os
 import sys
 import traceback
 
-import _testcapi
-
 import pagedkv
 
-WIDTHS = (1, 25)  # one allocation alone; and so many in a row, which leaves none for cleaning up. NumPy loops if all fail.
+try:
+    import _testcapi
+except ImportError:  # it is CPython's, and not in all builds of it
+    _testcapi = None
+
+WIDTHS = (1, 25)  # one allocation alone, and a row that leaves none for cleaning up; NumPy loops where all fail
 
 
 def is_refused(acts, n, width=1):

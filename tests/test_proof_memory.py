@@ -1,7 +1,7 @@
 """An allocation that fails, whichever of a call's it is, leaves the state before the call or the one after it.
 
-Python's own allocations fail by `_testcapi`, alone and with those that follow; PAGEDKV_PROOF_ROUNDS times four is how many
-of a scenario's are tried, if it has as many.
+Python's own allocations fail by `_testcapi`, alone and with those that follow. PAGEDKV_PROOF_ROUNDS times four is how
+many of a scenario's are tried, if it has as many.
 """
 
 import gc
@@ -12,6 +12,7 @@ import proof_prefix  # noqa: F401  adds its scenarios
 import pytest
 from proof_core import SCENARIOS
 from proof_judge import conclude, judge
+from proof_starved import starve
 from proof_world import ROUNDS
 
 pytest.importorskip("_testcapi")  # of CPython, and not of all builds of it
@@ -24,8 +25,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.robust], ids=str)
 def test_at_every_allocation(scenario, record_property):
-    from proof_starved import starve
-
     allowed = scenario.allowed()
 
     def begin():
@@ -35,6 +34,6 @@ def test_at_every_allocation(scenario, record_property):
     def fault_of(world, refused):
         return judge(world, allowed if refused else allowed[-1:])
 
-    faults, n_refused, n_calm = starve(begin, 4 * ROUNDS // scenario.costs, fault_of)
+    faults, n_refused, n_calm = starve(begin, 4 * ROUNDS // scenario.costs**2, fault_of)
     conclude(Counter(faults), {True: n_refused, False: n_calm}, record_property)
     assert n_refused

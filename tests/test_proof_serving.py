@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 from proof_judge import conclude
 from proof_serving import ACTS, SERVICES, Server, lengths
+from proof_starved import starve
 from proof_ways import WAYS, Interrupt, Timer, boundaries, needs_signals
 from proof_world import ROUNDS, Wrong
 
@@ -62,8 +63,6 @@ def test_in_all_stores_or_in_none(act, way, record_property):
 def test_without_memory(act, record_property):
     """The same, for an allocation that fails."""
     pytest.importorskip("_testcapi")
-    from proof_starved import starve
-
     allowed = act.allowed()
     kept = []
 
@@ -107,6 +106,22 @@ def test_a_scheduler_goes_on(service, way, record_property):
 
     boundaries(WAYS[way], max(1, ROUNDS // 8), attempt)
     conclude(faults, n_tried, record_property)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("service", SERVICES, ids=str)
+def test_a_scheduler_goes_on_when_there_is_memory_again(service, record_property):
+    pytest.importorskip("_testcapi")
+    servers = []
+
+    def begin():
+        servers[:] = [Server(service)]
+        return servers[0].world, [servers[0].go_on]
+
+    faults, n_refused, n_calm = starve(begin, ROUNDS, lambda world, refused: outcome(servers[0], refused), widths=[1])
+    conclude(Counter(faults), {True: n_refused, False: n_calm}, record_property)
+    assert n_refused
 
 
 @needs_signals
