@@ -297,7 +297,8 @@ def _(world):
         step = pagedkv.Step(world.store, caches, [1, 5, 9])
         step.__enter__()
         forward(world, step, kv)
-        repr((step, step.positions, step.seq_lens, step.new_blocks))
+        repr(step)
+        assert (len(step.positions), sum(step.seq_lens), step.new_blocks) == (15, 29, 6)
         step.commit()
 
     return [act]

@@ -294,6 +294,7 @@ def run_in_threads(draw, n_acts, n_threads=8):
 
 def main(way, rounds, seed=1):
     faulthandler.dump_traceback_later(60 + rounds, exit=True)
+    gc.freeze()  # what is there by now is no garbage: each collection would look at all of it
     draw = random.Random(f"{way} {seed}")
     sys.setswitchinterval(5e-5)
     if way == "threads":

@@ -5,6 +5,7 @@ alone. See `proof_serving`.
 """
 
 import gc
+import os
 import random
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from collections import Counter
 import pytest
 from proof_judge import conclude
 from proof_serving import ACTS, SERVICES, Server, lengths
+from proof_starved import starve
 from proof_ways import WAYS, Interrupt, Timer, boundaries, needs_signals
 from proof_world import ROUNDS, Wrong
 
@@ -55,24 +57,26 @@ def test_in_all_stores_or_in_none(act, way, record_property):
     conclude(faults, n_tried, record_property)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("act", ACTS, ids=str)
 def test_without_memory(act, record_property):
     """The same, for an allocation that fails."""
     pytest.importorskip("_testcapi")
-    from proof_starved import allocations, is_refused
-
     allowed = act.allowed()
-    faults, n_tried = Counter(), Counter()
-    for n in range(0, allocations(act.begin), max(1, allocations(act.begin) * 3 // ROUNDS) | 1):
-        world, acts = act.begin()
-        refused = is_refused(acts, n)
-        fault = fault_of(world, acts, allowed if refused else allowed[-1:], act.again and refused)
-        n_tried[refused] += 1
-        if fault:
-            faults[fault] += 1
-    conclude(faults, n_tried, record_property)
-    assert n_tried[True]
+    kept = []
+
+    def begin():
+        kept[:] = act.begin()
+        return kept
+
+    def fault(world, refused):
+        return fault_of(world, kept[1], allowed if refused else allowed[-1:], act.again and refused)
+
+    # One alone: Python code that takes something back needs memory for it.
+    faults, n_refused, n_calm = starve(begin, ROUNDS, fault, widths=[1])
+    conclude(Counter(faults), {True: n_refused, False: n_calm}, record_property)
+    assert n_refused
 
 
 def outcome(server, interrupted):
@@ -102,6 +106,22 @@ def test_a_scheduler_goes_on(service, way, record_property):
 
     boundaries(WAYS[way], max(1, ROUNDS // 8), attempt)
     conclude(faults, n_tried, record_property)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("service", SERVICES, ids=str)
+def test_a_scheduler_goes_on_when_there_is_memory_again(service, record_property):
+    pytest.importorskip("_testcapi")
+    servers = []
+
+    def begin():
+        servers[:] = [Server(service)]
+        return servers[0].world, [servers[0].go_on]
+
+    faults, n_refused, n_calm = starve(begin, ROUNDS, lambda world, refused: outcome(servers[0], refused), widths=[1])
+    conclude(Counter(faults), {True: n_refused, False: n_calm}, record_property)
+    assert n_refused
 
 
 @needs_signals
