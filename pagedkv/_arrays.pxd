@@ -94,6 +94,8 @@ cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) ex
 
 # Block ids as a C-contiguous int32 array of its own, each in [0, total): copied before they are looked at.
 cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total)
+# The ids of a table after those of blocks that are not there, -1 each. ValueError.
+cdef object after_dropped(object block_table, Py_ssize_t n_dropped)
 # Any array of whole numbers from 0 to 2**63 - 1, [n], as a C-contiguous int64 array of its own; ValueError for others.
 cpdef cnp.ndarray as_naturals(object array, str name)
 

@@ -408,6 +408,16 @@ cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total):
     return result
 
 
+cdef object after_dropped(object block_table, Py_ssize_t n_dropped):
+    """The ids after those of blocks that are not there."""
+    if n_dropped == 0 or not isinstance(block_table, (list, tuple, range, np.ndarray)):
+        return block_table  # to be looked at as it is, or refused
+    given = as_items(block_table, "block_table", "block ids")
+    if len(given) < n_dropped or any([id != -1 for id in given[:n_dropped]]):
+        raise ValueError(f"block_table: expected -1 for each of {n_dropped} blocks before first_position")
+    return given[n_dropped:]
+
+
 # --- new arrays ------------------------------------------------------------------------------------
 
 cdef cnp.ndarray empty_ids(Py_ssize_t n):

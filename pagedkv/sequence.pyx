@@ -20,7 +20,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_ids, as_index, as_items, as_size, describe, empty_ids
+from pagedkv._arrays cimport after_dropped, as_ids, as_index, as_items, as_size, describe, empty_ids
 from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows
@@ -29,8 +29,6 @@ from pagedkv.contiguous cimport KvCache, as_target
 from pagedkv.store cimport PagedKvStore, as_store
 
 from collections import Counter
-
-import numpy as np
 
 
 @cython.no_gc_clear  # the blocks go back to the store when the sequence goes: it must still be there
@@ -886,16 +884,6 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
         free(retained)
         free(given_up)
     return 0
-
-
-cdef object after_dropped(object block_table, Py_ssize_t n_dropped):
-    """The ids after those of blocks that are not there."""
-    if n_dropped == 0 or not isinstance(block_table, (list, tuple, range, np.ndarray)):
-        return block_table  # to be looked at as it is, or refused
-    given = as_items(block_table, "block_table", "block ids")
-    if len(given) < n_dropped or any([id != -1 for id in given[:n_dropped]]):
-        raise ValueError(f"block_table: expected -1 for each of {n_dropped} blocks before first_position")
-    return given[n_dropped:]
 
 
 cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t block_size) except -1:
