@@ -89,10 +89,11 @@ def compiler_options(name):
 def extensions():
     for name, files in {**MODULES, SHARED: []}.items():
         compile_args, link_args = compiler_options(name)
+        # Of what all share Cython makes the C file, and says where.
+        glue = [] if name == SHARED else [name.replace(".", "/") + ".pyx"]
         yield Extension(
             name,
-            # Of what all share Cython makes the C file, and says where.
-            [] if name == SHARED else [name.replace(".", "/") + ".pyx", *(file for file in files if file.endswith(".c"))],  # noqa: E501
+            [*glue, *(file for file in files if file.endswith(".c"))],
             depends=["setup.py", *(file for file in files if file.endswith(".h"))],
             include_dirs=["pagedkv/_kernels"],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],

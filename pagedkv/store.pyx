@@ -55,7 +55,8 @@ prefault=False, debug=False)\n--\n
         Touch all memory now. Without it a block costs memory from its first write on.
     debug : bool, optional
         Fill blocks with NaN when they are taken and when they are given back, and run `check`
-        after every change. Slow; for tests.
+        after every change. Slow; for tests. Such a check comes when the change is done: where it raises, `PagedKvError`
+        for books that do not balance or MemoryError for want of room to look at them, the change stays.
 
     Attributes
     ----------

@@ -59,8 +59,8 @@ class Boundary:
         return False
 
 
-# Before these two of an except clause no interpreter looks for signals, and an error of a trace function leaves the handled  # noqa: E501
-# one in place for good, with the frames that it holds.
+# Before these two of an except clause no interpreter looks for signals, and an error of a trace function leaves the
+# handled one in place for good, with the frames that it holds.
 UNTOUCHABLE = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "POP_EXCEPT") if name in dis.opmap}
 
 
@@ -183,10 +183,10 @@ class Thread(Fire):
 
 
 def boundaries(way, rounds, attempt):
-    """Call ``attempt(way(n))`` for every n until there are no more boundaries, or for some, evenly, if there are too many.
+    """Call ``attempt(way(n))`` for every n until there are no more boundaries, or for some, evenly.
 
     Which ones are left out, is known only when all have been counted: the first attempt does.
-    """  # noqa: E501
+    """
     counter = way(sys.maxsize)
     attempt(counter)
     n_all = sys.maxsize - counter.left

@@ -86,7 +86,8 @@ INDICES = {
     "block_table": lambda w, n: pagedkv.PagedKvCache().adopt_blocks([0, n], 0, 4),
 }
 ALL = {**SIZES, **COUNTS, **INDICES}
-# What these allow beyond the others: a head width that goes unsaid, lengths for each sequence, layers, budgets without end.  # noqa: E501
+# What these allow beyond the others: a head width that goes unsaid, lengths for each sequence, all layers, and budgets
+# without an end.
 ALLOWED = {
     "v_head_dim": [None],
     "v_head_dim of KvCache": [None],

@@ -1,8 +1,8 @@
 """Moves of a server while signals from another thread interrupt it all the time: nothing is lost and nothing mixed up.
 
-Which state a move that was interrupted has left, nobody knows: every row must be right for its tokens nevertheless, every
-block must have the holders that can be found, and the next moves go on from there.
-"""  # noqa: E501
+Which state a move that was interrupted has left, nobody knows: every row must be right for its tokens nevertheless,
+every block must have the holders that can be found, and the next moves go on from there.
+"""
 
 import contextlib
 import random
@@ -22,7 +22,7 @@ SPACES = [None, b"", b"other"]
 
 
 class Moves:
-    """Sequences whose tokens come from a few texts with common beginnings. A name's tokens never change while it runs."""  # noqa: E501
+    """Sequences whose tokens come from a few texts with common beginnings. A name's tokens stay while it runs."""
 
     def __init__(self, seed, total_blocks):
         self.draw = random.Random(seed)
