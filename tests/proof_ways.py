@@ -48,6 +48,8 @@ class Boundary:
 
     def run(self, act):
         """Whether the act was interrupted."""
+        handled = sys.exc_info()[1]
+        interrupted = False
         try:
             self.begin()
             try:
@@ -55,13 +57,19 @@ class Boundary:
             finally:
                 self.end()
         except Interrupt:
-            return True
-        return False
+            interrupted = True
+        assert sys.exc_info()[1] is handled, "the interpreter still handles an error of the act"
+        return interrupted
 
 
-# Before these two of an except clause no interpreter looks for signals, and an error of a trace function leaves the
-# handled one in place for good, with the frames that it holds.
-UNTOUCHABLE = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "POP_EXCEPT") if name in dis.opmap}
+# At both ends of an except clause no interpreter looks for signals, and an error of a trace function leaves the handled
+# one in place for good, with the frames that it holds. What an error in the clause itself leads to begins with COPY.
+ENDS = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "POP_EXCEPT") if name in dis.opmap}
+COPY_AND_END = bytes([dis.opmap["COPY"], dis.opmap["POP_EXCEPT"]]) if ENDS else None
+
+
+def is_untouchable(code, at):
+    return code[at] in ENDS or code[at : at + 4 : 2] == COPY_AND_END
 
 
 class Bytecode(Boundary):
@@ -78,7 +86,7 @@ class Bytecode(Boundary):
         if not is_inside(frame):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event != "exception" and frame.f_code.co_code[frame.f_lasti] not in UNTOUCHABLE:
+        if event != "exception" and not is_untouchable(frame.f_code.co_code, frame.f_lasti):
             self.pass_one()
         return self.trace
 
