@@ -1,6 +1,6 @@
 """Where attention stands under the machine's two roofs: the speed of memory, and of multiplying and adding.
 
-    python benchmarks/roofline.py [--svg benchmarks/roofline.svg] [--quick]
+    python benchmarks/roofline.py [--svg pagedkv/docs/roofline.svg] [--quick]
 
 Prints a table and draws it (matplotlib, of the extra `bench`). The roofs are measured in the same run, right before and
 after the points, and the best is taken of each:

@@ -13,7 +13,8 @@ attention reads straight through the tables. Each name below has a page of its o
 
 Modules of their own: `pagedkv.serving`, continuous batching for models of several stores;
 `pagedkv.integrations.transformers` and `pagedkv.integrations.torch`. The command ``python -m pagedkv`` shows what the
-machine and the library can do.
+machine and the library can do. The folder ``docs`` beside this file has a page a subject, from serving to the design of
+the package.
 
 Examples
 --------

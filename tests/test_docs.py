@@ -1,4 +1,4 @@
-"""Every example that a reader may copy is run: those of the README, and those of the docstrings."""
+"""Every example that a reader may copy is run: of the README, of the pages in `pagedkv/docs`, of the docstrings."""
 
 import doctest
 import importlib
@@ -15,13 +15,32 @@ import pagedkv.serving
 import pagedkv.shapes
 from pagedkv.__main__ import main
 
+PACKAGE = Path(pagedkv.__file__).resolve().parent
 README = Path(__file__).resolve().parent.parent / "README.md"
+PAGES = [path for path in [README, *sorted((PACKAGE / "docs").glob("*.md"))] if path.exists()]
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
 
 needs_readme = pytest.mark.skipif(not README.exists(), reason="needs the README beside the tests")
+every_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
 OPTIONAL = ("torch", "transformers")  # what an extra brings
 
-# --- README -------------------------------------------------------------------------------------------
+
+def test_pages_are_there():
+    """In an installed package too."""
+    assert len(PAGES) >= 10
+
+
+def blocks(text):
+    """``(language, block)`` in turn."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+# --- their examples -----------------------------------------------------------------------------------
 
 
 def chapters(text):
@@ -30,61 +49,57 @@ def chapters(text):
     Blocks of no language in it are what the program prints.
     """
     for part in re.split(r"^## ", text, flags=re.MULTILINE):
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
-        code = [block for language, block in blocks if language == "python"]
+        code = [block for language, block in blocks(part) if language == "python"]
         if code:
-            yield part.splitlines()[0].strip(), "\n".join(code), [block for language, block in blocks if not language]
-
-
-def readme_chapters():
-    return list(chapters(README.read_text(encoding="utf-8"))) if README.exists() else []
+            title = part.splitlines()[0].strip(" #")
+            yield title, "\n".join(code), [block for language, block in blocks(part) if not language]
 
 
 def test_chapters_are_found():
     text = "# a\n```python\nx = 1\n```\n## b\n```sh\nls\n```\n"
     text += "## c\n```python\ny\n```\nand\n```python\nz\n```\n```\nseen\n```\n"
-    assert list(chapters(text)) == [("# a", "x = 1\n", []), ("c", "y\n\nz\n", ["seen\n"])]
+    assert list(chapters(text)) == [("a", "x = 1\n", []), ("c", "y\n\nz\n", ["seen\n"])]
 
 
-titles = [title for title, *_ in readme_chapters()]
+programs = [(f"{name}, {title}", *rest) for name, text in TEXTS.items() for title, *rest in chapters(text)]
 
 
-@pytest.mark.parametrize(("title", "code", "outputs"), readme_chapters(), ids=titles)
-def test_the_readmes_examples_run(title, code, outputs, capsys):
+@pytest.mark.parametrize(("where", "code", "outputs"), programs, ids=[where for where, *_ in programs])
+def test_the_examples_of_the_pages_run(where, code, outputs, capsys):
     for name in OPTIONAL:
-        if re.search(rf"^\s*(?:from|import) {name}\b", code, flags=re.MULTILINE):
+        if re.search(rf"^\s*(?:from|import) (?:.*, )?{name}\b", code, flags=re.MULTILINE):
             pytest.importorskip(name)
     if ">>>" in code:
-        run_doctest(code, title)
+        run_doctest(code, where)
     else:
-        exec(compile(code, f"README.md, {title}", "exec"), {"__name__": "__readme__"})
+        exec(compile(code, where, "exec"), {"__name__": "__page__"})
     printed = capsys.readouterr().out
     for output in outputs:
         assert output in printed
 
 
-# --- its shell commands ---------------------------------------------------------------------------------
+# --- their shell commands -----------------------------------------------------------------------------
 
 
 def shell_commands():
-    """The commands of the README's shell examples, without what is said about them."""
-    text = README.read_text(encoding="utf-8") if README.exists() else ""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    lines = [line.partition("  #")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    """The commands of the shell examples, without what is said about them."""
+    shell = [block for text in TEXTS.values() for language, block in blocks(text) if language == "sh"]
+    lines = [line.partition("  #")[0] for block in shell for line in block.replace("\\\n", " ").splitlines()]
     return [command.strip() for line in lines for command in line.split(" && ") if command.strip()]
 
 
 def own_commands():
     found = [re.match(r"(?:python -m )?pagedkv (.*)", command) for command in shell_commands()]
-    return [match[1] for match in found if match]
+    return sorted({match[1] for match in found if match})
 
 
 @needs_readme
 def test_the_shell_commands_name_what_there_is():
     commands = shell_commands()
-    assert commands
+    assert len(commands) >= 20
     for command in commands:
-        for path in re.findall(r"\b(?:benchmarks|tests)/[\w./]+", command):
+        files = re.findall(r"\b(?:benchmarks|tests)/[\w./]+|^\.ci/\w+", command)
+        for path in files:
             assert (README.parent / path).exists(), command
         extras = re.findall(r"\[([\w,]+)\]", command) if "pip install" in command else []
         for extra in ",".join(extras).split(",") if extras else ():
@@ -104,28 +119,26 @@ def test_the_librarys_own_commands_are_understood(command, capsys):
     if name in ("info", "plan") and "path/to" not in command:
         assert main([name, *words]) == 0
         printed = capsys.readouterr().out.splitlines()
-        text = README.read_text(encoding="utf-8")
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-        shown = [block.splitlines() for language, block in blocks if not language]
+        shown = [block.splitlines() for page in TEXTS.values() for language, block in blocks(page) if not language]
         shown = next((lines for lines in shown if lines[0] == printed[0]), [])
         assert name == "info" or shown
         assert [line for line in shown if line != "..."] == printed[: max(0, len(shown) - 1)]
 
 
-# --- its names, links and contents ------------------------------------------------------------------------
+# --- their names, links and contents ------------------------------------------------------------------
 
 
-@needs_readme
-def test_the_names_in_the_readme_exist():
-    names = set(re.findall(r"\bpagedkv\.([A-Za-z_]\w*)", README.read_text(encoding="utf-8")))
+@every_page
+def test_the_names_in_it_exist(path):
+    names = set(re.findall(r"\bpagedkv\.([A-Za-z_]\w*)", TEXTS[path.name]))
     names -= {"git", "py", "pyx", "so"}  # of addresses and files
     missing = [name for name in names if not hasattr(pagedkv, name) and not can_import(f"pagedkv.{name}")]
     assert not missing
 
 
 @needs_readme
-def test_every_public_name_is_in_the_readme():
-    text = README.read_text(encoding="utf-8")
+def test_every_public_name_is_on_a_page():
+    text = "\n".join(TEXTS.values())
     assert not [name for name in pagedkv.__all__ if not re.search(rf"\b{name}\b", text)]
 
 
@@ -135,37 +148,70 @@ def slug(title):
 
 
 def headings(text, marks):
-    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.findall(rf"^{marks} (.+)$", without_code, flags=re.MULTILINE)
+    return re.findall(rf"^{marks} (.+)$", without_blocks(text), flags=re.MULTILINE)
 
 
-@needs_readme
-def test_the_readmes_links_lead_somewhere():
-    text = README.read_text(encoding="utf-8")
-    anchors = {slug(title) for title in headings(text, "##+")}
-    links = re.findall(r"\]\(([^)]+)\)", text)
-    assert any(link.startswith("#") for link in links)
-    for link in links:
-        if not re.match(r"https?://", link):
-            path, _, anchor = link.partition("#")
-            assert (README.parent / path).exists(), link
-            assert not anchor or path or anchor in anchors, link
+@every_page
+def test_its_links_lead_somewhere(path):
+    """Between pages in an installed package; to sources, tests and the README where they are."""
+    for link in re.findall(r"\]\(([^)]+)\)", without_blocks(TEXTS[path.name])):
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        there = path.parent / file if file else path
+        if there.parent == PACKAGE / "docs" or README.exists():
+            assert there.exists(), link
+        if anchor and there.exists():
+            assert anchor in {slug(title) for title in headings(there.read_text(encoding="utf-8"), "##+")}, link
 
 
-@needs_readme
-def test_the_contents_are_the_chapters():
-    text = README.read_text(encoding="utf-8")
+@every_page
+def test_its_contents_are_its_chapters(path):
+    text = TEXTS[path.name]
     contents = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", text.partition("\n## ")[0])
-    assert contents == [(title, slug(title)) for title in headings(text, "##")]
-    chapters = [title.lower() for title, _ in contents]
-    asked = ["start", "serve", "transformers", "threads", "dtypes", "numbers", "design"]
-    assert [title for title in chapters if title in asked] == asked
+    chapters = headings(text, "##")
+    if contents or len(chapters) > 2:
+        assert contents == [(title, slug(title)) for title in chapters]
 
 
 @needs_readme
-def test_the_rooms_of_the_readme_are_those_of_the_package():
-    design = README.read_text(encoding="utf-8").partition("\n## Design\n")[2]
-    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", design, flags=re.MULTILINE)
+def test_the_readme_is_short_and_names_every_page_once():
+    text = TEXTS["README.md"]
+    assert len(text.splitlines()) <= 350
+    asked = ["start", "install", "serve", "prefix cache", "errors", "threads", "numbers"]
+    assert [title.lower() for title in headings(text, "##") if title.lower() in asked] == asked
+    listed = re.findall(r"^\| \[([^\]]+)\]\(pagedkv/docs/([\w-]+\.md)\) \|", text, flags=re.MULTILINE)
+    assert sorted(name for _, name in listed) == sorted(path.name for path in PAGES[1:])
+    for title, name in listed:
+        assert headings(TEXTS[name], "#") == [title]
+
+
+def sentences(text):
+    """Those of eight words and more, and rows of tables, as bare words."""
+    prose = re.sub(r"\]\([^)]*\)", "", without_blocks(text))
+    prose = re.sub(r"^\|", "\n\n|", prose, flags=re.MULTILINE)
+    for part in re.split(r"(?<=[.:;!?])\s+|\n\s*\n|^\s*[-#]+ |\n(?=\d+\. )", prose, flags=re.MULTILINE):
+        words = re.findall(r"\w+", part.lower())
+        if len(words) >= 8:
+            yield " ".join(words)
+
+
+def test_sentences_are_found():
+    text = "# Title\n\nOne two three four five six\nseven `eight`. Short one. | a |\n\n"
+    text += "- nine [ten](x) 1 2 3 4 5 6: no.\n"
+    assert list(sentences(text)) == ["one two three four five six seven eight", "nine ten 1 2 3 4 5 6"]
+
+
+def test_no_sentence_is_on_the_pages_twice():
+    seen = {}
+    for name, text in TEXTS.items():
+        for sentence in sentences(text):
+            assert sentence not in seen, f"{name} and {seen.get(sentence)}: {sentence}"
+            seen[sentence] = name
+
+
+def test_the_rooms_of_the_map_are_those_of_the_package():
+    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", TEXTS["design.md"], flags=re.MULTILINE)
     rooms = [room for row in table for room in re.findall(r"\w+", row)]
     floors = [FLOOR_OF[room] for room in rooms]
     assert floors == sorted(floors)

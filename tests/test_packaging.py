@@ -137,7 +137,8 @@ def test_an_sdist_has_the_sources_of_the_kernels_and_nothing_generated(tmp_path)
     assert written <= names
     assert {name for name in names if name.endswith(".c")} == {file for file in written if file.endswith(".c")}
     assert not [name for name in names if name.endswith((".so", ".pyd", ".html", ".o"))]
-    assert {f"{name.replace('.', '/')}.pyx" for name in modules} | {"pyproject.toml", "README.md"} <= names
+    assert {f"{name.replace('.', '/')}.pyx" for name in modules} <= names
+    assert {"pyproject.toml", "README.md", "pagedkv/docs/design.md"} <= names
 
 
 # --- what was installed ------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def installed():
 
 def test_a_wheel_has_what_runs_and_no_sources():
     suffixes = {file.suffix for file in installed()}
-    assert suffixes <= {".py", ".so", ".pyd", ".pyi", ".pxd", ".h", ".typed"}
+    assert suffixes <= {".py", ".so", ".pyd", ".pyi", ".pxd", ".h", ".typed", ".md", ".svg"}
 
 
 def test_a_wheel_has_the_stub_of_every_module_and_the_headers_of_the_kernels():
@@ -164,4 +165,5 @@ def test_a_wheel_has_the_stub_of_every_module_and_the_headers_of_the_kernels():
     assert {name.removesuffix(".pyi") for name in files if name.endswith(".pyi")} >= modules
     assert "pagedkv/py.typed" in files
     assert {"pagedkv/store.pxd", "pagedkv/_kernels/attend.pxd", "pagedkv/_kernels/simd.h"} <= files
+    assert {"pagedkv/docs/design.md", "pagedkv/docs/roofline.svg"} <= files
     assert not [name for name in files if "test" in name]

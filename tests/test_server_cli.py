@@ -1,4 +1,4 @@
-"""The HTTP server as a process: its command, its signals, and what the README says of it."""
+"""The HTTP server as a process: its command, its signals, and what its page says of it."""
 
 import json
 import os
@@ -15,7 +15,10 @@ import pytest
 from cli_support import fails
 from server_support import load, openai
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+import pagedkv
+
+PAGE = Path(pagedkv.__file__).resolve().parent / "docs" / "http-server.md"
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 signals = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 
@@ -131,16 +134,12 @@ def test_a_model_that_is_none(capsys, tmp_path):
     assert fails(capsys, "demo", "--model", str(tmp_path / "text"), "--serve", "0").endswith("text: not a GGUF file")
 
 
-# --- the README ---
-
-
-def section():
-    match = re.search(r"^### An HTTP server\n(.*?)^##", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return match[1]
+# --- its page ---
 
 
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", section(), flags=re.MULTILINE | re.DOTALL)
+    text = PAGE.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +149,10 @@ def real():
         yield process
 
 
-needs_readme = pytest.mark.skipif(not README.exists(), reason="needs the README beside the tests")
-
-
-@needs_readme
-def test_the_readmes_command_names_extras_that_are_there():
+@pytest.mark.skipif(not PYPROJECT.exists(), reason="needs the sources beside the tests")
+def test_the_pages_command_names_extras_that_are_there():
     tomllib = pytest.importorskip("tomllib")
-    extras = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     [command] = [line for line in blocks("sh")[0].splitlines() if "pip install" in line]
     names = re.search(r'pip install -e "\.\[([\w,]+)\]" && python -m pagedkv demo --serve 8000$', command)[1].split(",")
     assert {"starlette", "uvicorn", "prometheus-client", "gguf"} <= {
@@ -164,18 +160,16 @@ def test_the_readmes_command_names_extras_that_are_there():
     }
 
 
-@needs_readme
-def test_the_readmes_example_runs(real, capsys):
+def test_the_pages_example_runs(real, capsys):
     [code] = blocks("py")
     assert "http://127.0.0.1:8000/v1" in code
     code = re.sub(r"max_tokens=\d+", "max_tokens=6", code.replace("http://127.0.0.1:8000/v1", real.url))
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, PAGE.name, "exec"), {})
     assert len(capsys.readouterr().out) > 6
 
 
-@needs_readme
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_readmes_curl_commands_run(real):
+def test_the_pages_curl_commands_run(real):
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("curl")]
     assert len(commands) >= 2
     for command in commands:
