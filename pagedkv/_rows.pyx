@@ -178,7 +178,9 @@ cdef class BlockRows:
             view.rows = <const char*>&self.floats[layer, 0, 0]
         else:
             view.rows = <const char*>&self.packed[layer, 0, 0]
+        view.block_bytes = self.block_size * self.row_bytes
         view.row_bytes = self.row_bytes
-        view.head_dim = self.head_dim
         view.head_bytes = self.head_dim * self.item_bytes
+        view.head_dim = self.head_dim
+        view.item_bytes = self.item_bytes
         view.scales = self.format.scales

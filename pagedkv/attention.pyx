@@ -17,7 +17,7 @@ from pagedkv._arrays cimport (
 from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
-    AttendOptions, AttendPlan, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
+    AttendOptions, AttendPlan, HeadsView, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
 from pagedkv._kernels.simd cimport SIMD_F32
 from pagedkv.sequence cimport MAX_POSITIONS, PagedKvCache
 from pagedkv.store cimport PagedKvStore, as_store
@@ -231,9 +231,11 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
 cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssize_t head_dim) noexcept:
     """Contiguous rows as the kernels see them."""
     view.rows = <const char*>cnp.PyArray_DATA(rows)
+    view.block_bytes = 0
     view.row_bytes = width * sizeof(float)
     view.head_bytes = head_dim * sizeof(float)
     view.head_dim = head_dim
+    view.item_bytes = sizeof(float)
     view.scales = 0
 
 
@@ -277,9 +279,8 @@ cdef object attend(Asked asked, const KvView* kv, PlanShelf* shelf, const QueryS
     cdef cnp.ndarray q = asked.q, result, lse
     cdef Py_ssize_t n_q_heads = q.shape[1] if q.ndim == 3 else 0
     cdef AttendOptions options = asked.options
-    cdef const AttendPlan* plan
+    cdef HeadsView q_view, out_view
     cdef float* lse_data = NULL
-    cdef bint failed = True
     check_readable(spans, n_spans, &options)
     if n_q_heads == 0 or n_q_heads % kv.n_kv_heads:
         raise ValueError(f"q: expected a multiple of {kv.n_kv_heads} heads, got {describe(q)}")
@@ -291,15 +292,31 @@ cdef object attend(Asked asked, const KvView* kv, PlanShelf* shelf, const QueryS
     if asked.return_lse:
         lse = empty_floats((n_rows, n_q_heads))
         lse_data = <float*>cnp.PyArray_DATA(lse)
+    view_heads(&q_view, q, kv.k.head_dim)
+    view_heads(&out_view, result, kv.v.head_dim)
+    run(shelf, &out_view, lse_data, &q_view, n_q_heads, kv, spans, n_spans, &options, n_threads)
+    return result if lse_data is NULL else (result, lse)
+
+
+cdef int run(PlanShelf* shelf, const HeadsView* out, float* lse, const HeadsView* q, Py_ssize_t n_q_heads, const KvView* kv,
+             const QuerySpan* spans, Py_ssize_t n_spans, const AttendOptions* options, int n_threads) except -1:
+    cdef const AttendPlan* plan
+    cdef bint failed = True
     with nogil:
-        plan = find_plan(shelf, kv, spans, n_spans, n_q_heads, &options)
+        plan = find_plan(shelf, kv, spans, n_spans, n_q_heads, options)
         if plan is not NULL:
-            failed = run_attend(
-                plan, <float*>cnp.PyArray_DATA(result), lse_data, <const float*>cnp.PyArray_DATA(q), kv, &options,
-                n_threads)
+            failed = run_attend(plan, out, lse, q, kv, options, n_threads)
     if failed:
         raise MemoryError("attention: cannot allocate the memory for intermediate sums")
-    return result if lse_data is NULL else (result, lse)
+    return 0
+
+
+cdef void view_heads(HeadsView* view, cnp.ndarray rows, Py_ssize_t head_dim) noexcept:
+    """Contiguous float32 [n_rows, n_heads, head_dim] as the kernels see it."""
+    view.data = <char*>cnp.PyArray_DATA(rows)
+    view.dtype = SIMD_F32
+    view.head_bytes = head_dim * sizeof(float)
+    view.row_bytes = rows.shape[1] * view.head_bytes
 
 
 cdef const float* read_heads(cnp.ndarray values, str name, Py_ssize_t n_q_heads, cnp.ndarray result) except? NULL:

@@ -18,9 +18,9 @@ from libc.string cimport memset
 
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport (
-    MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendShare, AttendTask, AttendTile, KvView,
-    QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up,
-    step_positions, tile_rows)
+    MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendShare, AttendTask, AttendTile, HeadsView,
+    KvView, QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up,
+    step_positions, stored_bytes, tile_rows)
 from pagedkv._kernels.simd cimport (
     SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
 
@@ -44,8 +44,8 @@ cdef struct Run:
     const AttendOptions* options
     const simd_kernels* kernels
     Py_ssize_t group                # query heads of a KV head
-    const float* q
-    float* out
+    const HeadsView* q
+    const HeadsView* out
     float* lse
     float* parts
     float* scratch                  # plan.scratch_floats for each worker
@@ -62,7 +62,7 @@ cdef struct Partial:
 
 # --- the run -----------------------------------------------------------------------------------------
 
-cdef int run_attend(const AttendPlan* plan, float* out, float* lse, const float* q, const KvView* kv,
+cdef int run_attend(const AttendPlan* plan, const HeadsView* out, float* lse, const HeadsView* q, const KvView* kv,
                     const AttendOptions* options, int n_threads) noexcept nogil:
     cdef Run run
     cdef Py_ssize_t i, n_workers = min(<Py_ssize_t>n_threads, plan.n_tasks)
@@ -209,13 +209,17 @@ cdef void write_rows(Run* run, const AttendTile* tile, const Partial* partial) n
     cdef Py_ssize_t v_head_dim = run.kv.v.head_dim
     cdef Py_ssize_t acc_stride = round_up(v_head_dim, PAD)
     cdef Py_ssize_t first_row = run.plan.spans[member.span].first_row + member.first_query
-    cdef Py_ssize_t h, i, g, head, place, r = 0
+    cdef const HeadsView* out = run.out
+    cdef Py_ssize_t h, i, g, head, r = 0
     cdef float most, total, factor, sink
+    cdef float* acc
+    cdef char* dst
     for h in range(tile.n_heads):
         for i in range(member.n_queries):
             for g in range(run.group):
                 head = (tile.first_head + h) * run.group + g
-                place = (first_row + i) * n_q_heads + head
+                acc = partial.acc + r * acc_stride
+                dst = out.data + (first_row + i) * out.row_bytes + head * out.head_bytes
                 most = partial.most[r]
                 total = partial.total[r]
                 factor = 1
@@ -225,9 +229,13 @@ cdef void write_rows(Run* run, const AttendTile* tile, const Partial* partial) n
                     factor = expf(partial.most[r] - most)
                     total = total * factor + expf(sink - most)
                 factor = factor / total if total != 0 else 0
-                run.kernels.scale_row(run.out + place * v_head_dim, partial.acc + r * acc_stride, factor, v_head_dim)
+                if out.dtype == SIMD_F32:
+                    run.kernels.scale_row(<float*>dst, acc, factor, v_head_dim)
+                else:
+                    run.kernels.scale_row(acc, acc, factor, v_head_dim)
+                    run.kernels.dtypes[out.dtype].narrow(dst, NULL, acc, v_head_dim)
                 if run.lse is not NULL:
-                    run.lse[place] = most + logf(total) if total != 0 else -INFINITY
+                    run.lse[(first_row + i) * n_q_heads + head] = most + logf(total) if total != 0 else -INFINITY
                 r += 1
 
 
@@ -242,15 +250,33 @@ cdef struct Cursor:
 cdef inline void take_rows(const char** k_rows, const char** v_rows, Cursor* cursor, const KvView* kv,
                            Py_ssize_t first_head, Py_ssize_t n) noexcept nogil:
     """Pointers to the next n positions' rows, from the first head on."""
-    cdef Py_ssize_t i, row
-    for i in range(n):
+    cdef Py_ssize_t i = 0, end
+    cdef const char* k
+    cdef const char* v
+    while i < n:
         if cursor.offset == kv.block_size:
             cursor.offset = 0
             cursor.entry += 1
-        row = cursor.entry[0] * kv.block_size + cursor.offset
-        k_rows[i] = kv.k.rows + row * kv.k.row_bytes + first_head * kv.k.head_bytes
-        v_rows[i] = kv.v.rows + row * kv.v.row_bytes + first_head * kv.v.head_bytes
-        cursor.offset += 1
+        k = row_at(&kv.k, cursor, first_head)
+        v = row_at(&kv.v, cursor, first_head)
+        end = min(n, i + kv.block_size - cursor.offset)
+        cursor.offset += end - i
+        while i < end:
+            k_rows[i] = k
+            v_rows[i] = v
+            k += kv.k.row_bytes
+            v += kv.v.row_bytes
+            i += 1
+
+
+cdef inline const char* row_at(const RowView* view, const Cursor* cursor, Py_ssize_t head) noexcept nogil:
+    return (view.rows + cursor.entry[0] * view.block_bytes + cursor.offset * view.row_bytes
+            + head * view.head_bytes)
+
+
+cdef inline bint lie_by_head(const RowView* view) noexcept nogil:
+    """Whether a block has all its rows of one head before those of the next."""
+    return view.head_bytes > view.row_bytes
 
 
 cdef inline Py_ssize_t scale_offset(const RowView* view, Py_ssize_t first_head) noexcept nogil:
@@ -284,8 +310,11 @@ cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexc
     cdef Py_ssize_t head_dim = run.kv.k.head_dim
     cdef Py_ssize_t q_stride = round_up(head_dim, PAD)
     cdef Py_ssize_t panel = 2 * run.kernels.lanes
+    cdef const simd_dtype* dtype = &run.kernels.dtypes[run.q.dtype]
+    cdef bint widened = run.q.dtype != SIMD_F32
     cdef const AttendMember* member
     cdef Py_ssize_t h, m, i, g, d, row, r = 0
+    cdef const char* given
     cdef const float* src
     cdef float* dst
     if tile.by_panels or head_dim < q_stride:
@@ -296,7 +325,12 @@ cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexc
             for i in range(member.n_queries):
                 row = run.plan.spans[member.span].first_row + member.first_query + i
                 for g in range(run.group):
-                    src = run.q + (row * run.plan.n_q_heads + h * run.group + g) * head_dim
+                    given = run.q.data + row * run.q.row_bytes + (h * run.group + g) * run.q.head_bytes
+                    src = <const float*>given
+                    if widened:
+                        dst = scratch.k_copy if tile.by_panels else scratch.q + r * q_stride
+                        dtype.widen(dst, given, 1, head_dim)
+                        src = dst
                     if tile.by_panels:
                         dst = scratch.q + r // panel * panel * head_dim + r % panel
                         for d in range(head_dim):
@@ -345,7 +379,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef const AttendMember* member = &run.plan.members[tile.first_member]  # the only one, unless shared
     cdef const QuerySpan* span = &run.plan.spans[member.span]
     cdef Py_ssize_t group = run.group, head_dim = kv.k.head_dim, v_head_dim = kv.v.head_dim
-    cdef Py_ssize_t v_stride = kv.v.head_bytes // (kv.k.head_bytes // head_dim)     # values
+    cdef Py_ssize_t k_stride = kv.k.head_bytes // kv.k.item_bytes, v_stride = kv.v.head_bytes // kv.v.item_bytes
     cdef Py_ssize_t q_stride = round_up(head_dim, PAD), acc_stride = round_up(v_head_dim, PAD)
     cdef Py_ssize_t n_rows = tile_rows(tile)
     cdef Py_ssize_t s_stride = round_up(n_rows, PAD)
@@ -354,7 +388,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef Py_ssize_t query = span.seq_len - span.query_len + member.first_query  # the first one's position
     cdef Py_ssize_t k_scale_at = 0, v_scale_at = 0
     cdef Py_ssize_t r, i, h, first, end, n, n_next, place
-    cdef bint moved, all_seen
+    cdef bint moved, all_seen, by_head = lie_by_head(&kv.k)
     cdef const char** k_rows = scratch.rows
     cdef const char** v_rows = scratch.rows + MAX_POSITIONS
     cdef const char** next_k_rows = scratch.rows + 2 * MAX_POSITIONS
@@ -389,16 +423,18 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
         take_rows(next_k_rows, next_v_rows, &cursor, kv, tile.first_head, n_next)
         ahead.rows = next_k_rows
         ahead.n_rows = n_next
-        ahead.width = tile.n_heads * kv.k.head_bytes
-        ahead.row = ahead.column = 0
+        ahead.width = stored_bytes(&kv.k) if by_head else tile.n_heads * kv.k.head_bytes
+        ahead.n_heads = tile.n_heads if by_head else 1
+        ahead.head_bytes = kv.k.head_bytes
+        ahead.row = ahead.column = ahead.head = 0
 
         if tile.by_panels:
             copy_head(scratch.k_copy, q_stride, k_rows, &kv.k, stored, k_scale_at, n)
-            call_rows(v_rows, kv.v.head_bytes, n)
+            call_rows(v_rows, stored_bytes(&kv.v), n)
             simd.score_panels(s, s_stride, scratch.q, scratch.k_copy, q_stride, n, n_rows, head_dim)
         else:
-            stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, v_rows, v_stride, n, tile.n_heads,
-                              tile.rows_per_head, head_dim)
+            stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, k_stride, by_head, v_rows, v_stride, n,
+                              tile.n_heads, tile.rows_per_head, head_dim)
             if k_scale_at:
                 simd.scale_scores(s, s_stride, k_rows, k_scale_at, n, tile.n_heads, tile.rows_per_head)
         if options.softcap != 0:

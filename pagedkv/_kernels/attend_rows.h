@@ -112,11 +112,13 @@ SIMD_INLINE void T(dot_column)(float *s, ptrdiff_t s_stride, const float *q, ptr
 }
 
 static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
-                          const char *const *k_rows, const char *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n,
-                          ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim) {
-    /* Few query rows: a few rows of K at a time, with all heads in the order in which they lie in memory. Many: a
-     * head at a time, whose rows of K stay in the nearest cache while one query row after another passes. */
-    const ptrdiff_t step = n_rows > 4 ? n : DOT_ROWS(n_rows);
+                          const char *const *k_rows, ptrdiff_t k_stride, int by_head, const char *const *ahead,
+                          ptrdiff_t ahead_stride, ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows,
+                          ptrdiff_t head_dim) {
+    /* Few query rows: in the order in which K lies in memory, which is a few rows at a time with all their heads, or a head
+     * at a time. Many: a head at a time, whose rows of K stay in the nearest cache while one query row after another
+     * passes. */
+    const ptrdiff_t step = by_head || n_rows > 4 ? n : DOT_ROWS(n_rows);
     for (ptrdiff_t t = 0; t < n; t += step) {
         const ptrdiff_t end = t + step < n ? t + step : n;
         for (ptrdiff_t h = 0; h < n_heads; ++h) {
@@ -124,7 +126,7 @@ static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_
                 const ptrdiff_t nr = n_rows - r < 4 ? n_rows - r : 4, row = h * n_rows + r;
 #define DOT_COLUMN(NR)                                                                                        \
     case NR:                                                                                                  \
-        T(dot_column)(s + row, s_stride, q + row * q_stride, q_stride, k_rows, ahead, h * head_dim, h * ahead_dim, \
+        T(dot_column)(s + row, s_stride, q + row * q_stride, q_stride, k_rows, ahead, h * k_stride, h * ahead_stride, \
                       head_dim, t, end, NR);                                                                  \
         break;
                 switch (nr) {

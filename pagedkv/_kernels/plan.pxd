@@ -2,12 +2,14 @@
 
 from libc.stdint cimport int32_t
 
-# K or V of one layer.
+# K or V of one layer: head h of row r of block b starts at rows + b * block_bytes + r * row_bytes + h * head_bytes.
 cdef struct RowView:
     const char* rows            # row 0 of block 0
-    Py_ssize_t row_bytes        # from one row to the next
-    Py_ssize_t head_bytes       # from one head to the next
-    Py_ssize_t head_dim         # values of a head
+    Py_ssize_t block_bytes      # from one block to the next
+    Py_ssize_t row_bytes        # from one row of a block to the next
+    Py_ssize_t head_bytes       # from one head to the next: a multiple of item_bytes
+    Py_ssize_t head_dim         # values of a head, side by side
+    Py_ssize_t item_bytes       # of a value
     Py_ssize_t scales           # int8: bytes from a row's start to its heads' scales
 
 # One layer's K and V. Contiguous K and V are one block of seq_len rows, with the table {0}.
@@ -17,6 +19,13 @@ cdef struct KvView:
     int dtype                   # SIMD_F32 ...
     Py_ssize_t block_size       # rows
     Py_ssize_t n_kv_heads
+
+# q or out: n_heads heads of head_dim values, side by side, in each row.
+cdef struct HeadsView:
+    char* data
+    Py_ssize_t row_bytes        # from one row to the next
+    Py_ssize_t head_bytes       # from one head to the next
+    int dtype                   # SIMD_F32, SIMD_F16 or SIMD_BF16
 
 # One sequence of the batch: its last query_len positions ask.
 cdef struct QuerySpan:
@@ -152,6 +161,11 @@ cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t multiple) noexcept nogi
     return (n + multiple - 1) // multiple * multiple
 
 
+cdef inline Py_ssize_t stored_bytes(const RowView* view) noexcept nogil:
+    """Of a head's values in one row."""
+    return view.head_dim * view.item_bytes
+
+
 cdef inline Py_ssize_t tile_rows(const AttendTile* tile) noexcept nogil:
     return tile.n_heads * tile.rows_per_head
 
@@ -165,7 +179,7 @@ cdef inline Py_ssize_t step_positions(const AttendTile* tile, const KvView* kv) 
     cdef Py_ssize_t n
     if tile.by_panels:
         return PANEL_POSITIONS
-    n = STEP_BYTES // (tile.n_heads * kv.k.head_bytes) // 4 * 4
+    n = STEP_BYTES // (tile.n_heads * stored_bytes(&kv.k)) // 4 * 4
     return min(max(n, MIN_POSITIONS), MAX_POSITIONS)
 
 

@@ -189,7 +189,7 @@ cdef void add_tasks(Planner* planner, AttendTile* tile, Py_ssize_t begin, Py_ssi
     cdef Py_ssize_t n = end - begin
     cdef Py_ssize_t wanted_parts = (TASKS_PER_SPAN + n_siblings - 1) // n_siblings
     # A position costs the reading of its rows, and from about four query rows on the computing on them.
-    cdef double bytes = tile.n_heads * (kv.k.head_bytes + kv.v.head_bytes)
+    cdef double bytes = tile.n_heads * (stored_bytes(&kv.k) + stored_bytes(&kv.v))
     cdef double floats = tile.n_heads * (kv.k.head_dim + kv.v.head_dim)
     cdef double cost = max(bytes, floats * tile.rows_per_head)
     cdef Py_ssize_t least = max(<Py_ssize_t>(PART_BYTES / cost), PART_POSITIONS * (2 if tile.by_panels else 1))
@@ -273,7 +273,7 @@ cdef Py_ssize_t find_candidates(Planner* planner, Candidate* candidates, Py_ssiz
     """The sequences that could share, in the order of their tables; 0 if no two of them do."""
     cdef const KvView* kv = planner.kv
     cdef const QuerySpan* span
-    cdef Py_ssize_t position_bytes = kv.n_kv_heads * (kv.k.head_bytes + kv.v.head_bytes)
+    cdef Py_ssize_t position_bytes = kv.n_kv_heads * (stored_bytes(&kv.k) + stored_bytes(&kv.v))
     cdef Py_ssize_t least = max(SHARED_POSITIONS, (SHARED_BYTES + position_bytes - 1) // position_bytes)
     cdef Py_ssize_t unit = (least + kv.block_size - 1) // kv.block_size     # blocks
     cdef Py_ssize_t n = 0, i, n_blocks

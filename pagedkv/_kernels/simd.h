@@ -168,16 +168,23 @@ SIMD_INLINE void simd_see_store(float *p, ptrdiff_t n) {
 typedef struct {
     const char *const *rows;
     ptrdiff_t n_rows;
-    ptrdiff_t width; /* bytes of a row that will be read */
-    ptrdiff_t row;   /* the next run starts here */
+    ptrdiff_t width;      /* bytes of a row that will be read in one go */
+    ptrdiff_t n_heads;    /* 1, or where each head's rows lie by themselves, so many times all rows, */
+    ptrdiff_t head_bytes; /* each so far behind the last */
+    ptrdiff_t head;       /* the next run starts here */
+    ptrdiff_t row;
     ptrdiff_t column;
 } simd_ahead;
 
 /* Where the next n lines to prefetch begin. Past the end: lines that are in the cache already. */
 SIMD_INLINE const char *simd_next_run(simd_ahead *ahead, ptrdiff_t n, const void *resident) {
-    if (ahead->row >= ahead->n_rows)
-        return (const char *)resident;
-    const char *run = ahead->rows[ahead->row] + ahead->column;
+    if (ahead->row >= ahead->n_rows) {
+        if (ahead->n_rows == 0 || ahead->head + 1 >= ahead->n_heads)
+            return (const char *)resident;
+        ahead->head += 1;
+        ahead->row = ahead->column = 0;
+    }
+    const char *run = ahead->rows[ahead->row] + ahead->head * ahead->head_bytes + ahead->column;
     ahead->column += n * SIMD_LINE_BYTES;
     while (ahead->column >= ahead->width) { /* rows of a block adjoin, so a run may span several */
         ahead->column -= ahead->width;
@@ -189,10 +196,11 @@ SIMD_INLINE const char *simd_next_run(simd_ahead *ahead, ptrdiff_t n, const void
 /* The kernels that read rows as they are stored. Rows of K and V are given by pointers, so that no kernel knows of
  * blocks; what a pointer points to is the first value of a head. The scales of int8 rows are not theirs to apply. */
 typedef struct {
-    /* s[t, h * n_rows + r] = q[h * n_rows + r] . k_rows[t][h * head_dim ...]; q padded to q_stride with zeros. */
+    /* s[t, h * n_rows + r] = q[h * n_rows + r] . k_rows[t][h * k_stride ...]; q padded to q_stride with zeros. by_head:
+     * neighbours in memory are rows of one head, not heads of one row. */
     void (*score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride, const char *const *k_rows,
-                       const char *const *ahead, ptrdiff_t ahead_dim, ptrdiff_t n, ptrdiff_t n_heads,
-                       ptrdiff_t n_rows, ptrdiff_t head_dim);
+                       ptrdiff_t k_stride, int by_head, const char *const *ahead, ptrdiff_t ahead_stride, ptrdiff_t n,
+                       ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim);
     /* acc[h * n_rows + r] += sum over t of p[t, h * n_rows + r] * v_rows[t][v_offset + h * v_stride ...] */
     void (*accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
                             const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, simd_ahead *ahead,

@@ -13,13 +13,16 @@ cdef extern from "simd.h" nogil:
         const char** rows
         Py_ssize_t n_rows
         Py_ssize_t width
+        Py_ssize_t n_heads
+        Py_ssize_t head_bytes
+        Py_ssize_t head
         Py_ssize_t row
         Py_ssize_t column
 
     ctypedef struct simd_dtype:
         void score_dots(float* s, Py_ssize_t s_stride, const float* q, Py_ssize_t q_stride, const char** k_rows,
-                        const char** ahead, Py_ssize_t ahead_dim, Py_ssize_t n, Py_ssize_t n_heads,
-                        Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
+                        Py_ssize_t k_stride, bint by_head, const char** ahead, Py_ssize_t ahead_stride,
+                        Py_ssize_t n, Py_ssize_t n_heads, Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
         void accumulate_rows(float* acc, Py_ssize_t acc_stride, const float* p, Py_ssize_t p_stride,
                              const char** v_rows, Py_ssize_t v_offset, Py_ssize_t v_stride, simd_ahead* ahead,
                              Py_ssize_t n, Py_ssize_t n_heads, Py_ssize_t n_rows, Py_ssize_t v_head_dim) noexcept nogil
