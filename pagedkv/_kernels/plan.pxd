@@ -91,6 +91,10 @@ cdef struct AttendTask:
 cdef struct AttendPlan:
     const QuerySpan* spans
     Py_ssize_t n_q_heads
+    Py_ssize_t n_kv_heads
+    Py_ssize_t head_dim
+    Py_ssize_t v_head_dim
+    Py_ssize_t item_bytes       # of a value of K or V
     AttendMember* members
     AttendTile* tiles
     AttendLink* links
@@ -109,7 +113,8 @@ cdef int plan_attend(AttendPlan* plan, const KvView* kv, const QuerySpan* spans,
                      Py_ssize_t n_q_heads, const AttendOptions* options) noexcept nogil
 cdef void free_plan(AttendPlan* plan) noexcept nogil
 
-# The plans of one batch, made when first asked for: layers differ in their windows. Starts zeroed.
+# The plans of one batch, made when first asked for: layers differ in their windows and sizes, but for that of a block.
+# Starts zeroed.
 cdef enum:
     PLAN_KINDS = 4
 
@@ -122,7 +127,7 @@ cdef struct PlanShelf:
     PlanKind kinds[PLAN_KINDS]
     Py_ssize_t n_made           # over time; the newest PLAN_KINDS are there
 
-# The batch's plan for these options; NULL: out of memory. Valid until the next call.
+# The batch's plan for these sizes and options; NULL: out of memory. Valid until the next call.
 cdef const AttendPlan* find_plan(PlanShelf* shelf, const KvView* kv, const QuerySpan* spans, Py_ssize_t n_spans,
                                  Py_ssize_t n_q_heads, const AttendOptions* options) noexcept nogil
 cdef void free_plans(PlanShelf* shelf) noexcept nogil

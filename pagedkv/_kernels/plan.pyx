@@ -69,6 +69,10 @@ cdef int plan_attend(AttendPlan* plan, const KvView* kv, const QuerySpan* spans,
     planner.failed = False
     plan.spans = spans
     plan.n_q_heads = n_q_heads
+    plan.n_kv_heads = kv.n_kv_heads
+    plan.head_dim = kv.k.head_dim
+    plan.v_head_dim = kv.v.head_dim
+    plan.item_bytes = kv.k.item_bytes
     if n_spans > 1:
         add_shared_tiles(&planner, n_spans)
     for i in range(n_spans):
@@ -363,7 +367,9 @@ cdef const AttendPlan* find_plan(PlanShelf* shelf, const KvView* kv, const Query
     cdef Py_ssize_t i
     for i in range(min(shelf.n_made, PLAN_KINDS)):
         kind = &shelf.kinds[i]
-        if (kind.window == options.window and kind.causal == options.causal and kind.plan.n_q_heads == n_q_heads):
+        if (kind.window == options.window and kind.causal == options.causal and kind.plan.n_q_heads == n_q_heads
+                and kind.plan.n_kv_heads == kv.n_kv_heads and kind.plan.head_dim == kv.k.head_dim
+                and kind.plan.v_head_dim == kv.v.head_dim and kind.plan.item_bytes == kv.k.item_bytes):
             return &kind.plan
     kind = &shelf.kinds[shelf.n_made % PLAN_KINDS]
     free_plan(&kind.plan)
