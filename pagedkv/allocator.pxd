@@ -1,4 +1,5 @@
 cimport numpy as cnp
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
@@ -8,19 +9,72 @@ from pagedkv._radix.order cimport radix_recount
 ctypedef void (*Erase)(void* owner, int32_t id) noexcept
 
 
+# What is asked of one of several allocators, all of which have the same budget: blocks, into ids.
+cdef struct Want:
+    PyObject* blocks                # a BlockAllocator
+    int32_t* ids
+    Py_ssize_t n
+
+
+cdef struct Account:
+    Py_ssize_t limit                # bytes that blocks may take which somebody holds, prefix caches among them
+    Py_ssize_t used
+    Py_ssize_t resident             # bytes of the blocks that may have pages, free ones too
+    uint64_t n_uses                 # of what prefix caches know: one order of use for all
+
+
+cdef class ByteBudget:
+    cdef Account account
+    cdef PyObject** members         # allocators, owned
+    cdef int n_members
+
+    # One more member, of no other budget; its blocks may take all bytes.
+    cdef int join(self, BlockAllocator blocks) except -1
+    # Bytes that are held, by the members' books; and what is left of them if the prefix caches gave up all they can.
+    cdef Py_ssize_t count(self) noexcept
+    cdef Py_ssize_t needed(self) noexcept
+    # Blocks of each kind, all or none. -1, or the number of the one that there is no room for, and no change.
+    cdef int take(self, const Want* wants, int n) noexcept
+    # The same within a critical section of the budget.
+    cdef int take_locked(self, const Want* wants, int n) noexcept
+    cdef bint evict_one(self) noexcept
+    # Another limit: what is over it is evicted. -1, or the bytes that are needed and are more than that, and no change.
+    cdef Py_ssize_t resize(self, Py_ssize_t limit) noexcept
+
+
 cdef class BlockAllocator:
+    cdef PyObject* budget           # owns it; all members' books have its critical section
+    cdef Account* account           # the budget's
+    cdef Py_ssize_t block_bytes
     cdef int32_t* counts            # holders of each block; 0 = free
     cdef int32_t* returned          # a stack of the free blocks that were held before
     cdef Py_ssize_t n_returned
     cdef Py_ssize_t n_fresh         # blocks [total - n_fresh, total) were never held
-    cdef readonly Py_ssize_t total
+    cdef Py_ssize_t n_trimmed       # of the stack, from its bottom: they have lain there since the last trim
+    cdef readonly Py_ssize_t total  # ids; the budget may allow fewer blocks
     cdef readonly Py_ssize_t peak_held, acquired, released, exhaustions
     cdef RadixTree* tree            # what the prefix cache knows; NULL without one
     cdef Erase erase                # of blocks that nobody holds any more; NULL to leave them as they are
     cdef void* owner
 
-    cdef inline Py_ssize_t n_free(self) noexcept:
+    cdef inline Py_ssize_t n_unheld(self) noexcept:
         return self.n_returned + self.n_fresh
+
+    cdef inline Py_ssize_t n_held(self) noexcept:
+        return self.total - self.n_returned - self.n_fresh
+
+    # Blocks that the budget has room for too.
+    cdef inline Py_ssize_t n_free(self) noexcept:
+        cdef Py_ssize_t n = self.n_returned + self.n_fresh, room = self.account.limit - self.account.used
+        return n if n * self.block_bytes <= room else room // self.block_bytes
+
+    # Blocks, free and held, if no other member of the budget held any.
+    cdef inline Py_ssize_t n_most(self) noexcept:
+        return min(self.total, self.account.limit // self.block_bytes)
+
+    # Bytes of the blocks that may have pages.
+    cdef inline Py_ssize_t resident(self) noexcept:
+        return (self.total - self.n_fresh - self.n_trimmed) * self.block_bytes
 
     # Blocks that the prefix cache alone holds, and no term protects; for whoever has the critical section.
     cdef inline Py_ssize_t n_evictable(self) noexcept:
@@ -36,12 +90,13 @@ cdef class BlockAllocator:
 
     # The same within a critical section that is open already.
     cdef bint take_locked(self, int32_t* ids, Py_ssize_t n) noexcept
+    cdef void hand_out(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t give_back_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef void freed_from(self, Py_ssize_t top) noexcept
 
-    # The ids of blocks that are free and were held before, in ascending order.
-    cdef cnp.ndarray used_before(self)
+    # The ids of blocks that are free and were held before, in ascending order: their pages are about to be given back.
+    cdef cnp.ndarray begin_trim(self)
 
     # Begin to know prefixes, and end it: ValueError if somebody does already.
     cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1

@@ -12,11 +12,16 @@ What a prefix cache knows, a tree, belongs to the same books: whoever takes or g
 is known at any time, and a request that is short of blocks takes what is evicted for it in the same moment. Where nothing
 is known, this costs nothing.
 
-Every change is one critical section in which no Python code can run, so it is atomic with the GIL and without.
+Every change is one critical section in which no Python code can run, so it is atomic with the GIL and without. Allocators
+of blocks of several sizes, those of a model's KV-cache groups, may have one budget of bytes: then that is one critical
+section for all of them, a request for blocks of each is met or refused as a whole, and where bytes are short, whatever was
+used least recently is evicted, in whichever of them it lies.
 """
 
 cimport cython
 cimport numpy as cnp
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
@@ -24,7 +29,7 @@ from libc.string cimport memcpy
 from pagedkv._arrays cimport as_index, empty_ids
 from pagedkv._radix.faults cimport radix_fault
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree, radix_free, radix_new
-from pagedkv._radix.order cimport radix_end_terms, radix_is_idle, radix_kind
+from pagedkv._radix.order cimport radix_end_terms, radix_goes_before, radix_is_idle, radix_kind
 from pagedkv._radix.tree cimport (
     Cut, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_match, radix_prepare_use,
     radix_use)
@@ -34,11 +39,120 @@ from collections import Counter
 import numpy as np
 
 
+@cython.no_gc  # what it refers to refers to nothing
+cdef class ByteBudget:
+    """How many bytes the blocks of some allocators may take together. It owns them; a store owns it."""
+
+    def __dealloc__(self):
+        cdef int i
+        for i in range(self.n_members):
+            Py_DECREF(<object>self.members[i])
+        free(self.members)
+
+    cdef int join(self, BlockAllocator blocks) except -1:
+        cdef PyObject** old
+        cdef PyObject** members = <PyObject**>malloc((self.n_members + 1) * sizeof(PyObject*))
+        if members is NULL:
+            raise MemoryError("cannot allocate the members of a budget")
+        Py_INCREF(blocks)
+        with cython.critical_section(self):
+            if self.n_members:
+                memcpy(members, self.members, self.n_members * sizeof(PyObject*))
+            members[self.n_members] = <PyObject*>blocks
+            old = self.members
+            self.members = members
+            self.n_members += 1
+            blocks.budget = <PyObject*>self
+            blocks.account = &self.account
+        free(old)
+        return 0
+
+    cdef int take(self, const Want* wants, int n) noexcept:
+        cdef int short
+        with cython.critical_section(self):
+            short = self.take_locked(wants, n)
+            if short >= 0:
+                (<BlockAllocator>wants[short].blocks).exhaustions += 1
+        return short
+
+    cdef int take_locked(self, const Want* wants, int n) noexcept:
+        cdef BlockAllocator blocks
+        cdef Py_ssize_t missing, n_bytes, asked = 0, most = -1
+        cdef int i, largest = 0
+        # First what each lacks itself, then the bytes that all of them lack; and only then is anything evicted.
+        for i in range(n):
+            blocks = <BlockAllocator>wants[i].blocks
+            missing = wants[i].n - blocks.n_unheld()
+            if missing > 0 and missing > blocks.n_evictable():
+                return i
+            n_bytes = wants[i].n * blocks.block_bytes
+            asked += n_bytes
+            if n_bytes > most:
+                most = n_bytes
+                largest = i
+        if self.account.used + asked > self.account.limit and self.needed() + asked > self.account.limit:
+            return largest
+        for i in range(n):
+            blocks = <BlockAllocator>wants[i].blocks
+            missing = wants[i].n - blocks.n_unheld()
+            if missing > 0:
+                radix_evict(blocks.tree, missing)
+                blocks.collect()
+                if wants[i].n > blocks.n_unheld():
+                    return i
+        while self.account.used + asked > self.account.limit:
+            if not self.evict_one():
+                return largest
+        for i in range(n):
+            (<BlockAllocator>wants[i].blocks).hand_out(wants[i].ids, wants[i].n)
+        return -1
+
+    cdef Py_ssize_t count(self) noexcept:
+        cdef Py_ssize_t n = 0
+        cdef int i
+        for i in range(self.n_members):
+            n += (<BlockAllocator>self.members[i]).n_held() * (<BlockAllocator>self.members[i]).block_bytes
+        return n
+
+    cdef Py_ssize_t needed(self) noexcept:
+        cdef Py_ssize_t n = self.account.used
+        cdef int i
+        for i in range(self.n_members):
+            n -= (<BlockAllocator>self.members[i]).n_evictable() * (<BlockAllocator>self.members[i]).block_bytes
+        return n
+
+    cdef bint evict_one(self) noexcept:
+        """A block of the member whose turn it is: where what would go next was used before what would go elsewhere."""
+        cdef BlockAllocator blocks, first = None
+        cdef int i
+        for i in range(self.n_members):
+            blocks = <BlockAllocator>self.members[i]
+            if blocks.n_evictable() and (first is None or radix_goes_before(blocks.tree, first.tree)):
+                first = blocks
+        if first is None or radix_evict(first.tree, 1) == 0:
+            return False
+        first.collect()
+        return True
+
+    cdef Py_ssize_t resize(self, Py_ssize_t limit) noexcept:
+        cdef Py_ssize_t n_needed
+        with cython.critical_section(self):
+            n_needed = self.needed()
+            if n_needed <= limit:
+                n_needed = -1
+                self.account.limit = limit
+                while self.account.used > limit and self.evict_one():
+                    pass
+        return n_needed
+
+
+@cython.no_gc
 cdef class BlockAllocator:
     """Counts holders of the blocks ``0 .. total - 1``."""
 
-    def __cinit__(self, Py_ssize_t total):
+    def __cinit__(self, Py_ssize_t total, Py_ssize_t block_bytes):
         self.total = total
+        self.block_bytes = block_bytes
         self.n_fresh = total
         # Untouched memory: a large store costs what it uses.
         self.counts = <int32_t*>calloc(max(total, 1), sizeof(int32_t))
@@ -56,40 +170,35 @@ cdef class BlockAllocator:
 
         Missing ones are evicted, if that is enough.
         """
-        cdef bint enough
-        with cython.critical_section(self):
-            enough = self.take_locked(ids, n)
-            self.exhaustions += not enough
-        return enough
+        cdef Want want = Want(<PyObject*>self, ids, n)
+        return (<ByteBudget>self.budget).take(&want, 1) < 0
 
     cdef bint take_locked(self, int32_t* ids, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t i, n_old, fresh
-        cdef Py_ssize_t n_short = n - self.n_free()
-        if n_short > 0:
-            if n_short > self.n_evictable():
-                return False
-            radix_evict(self.tree, n_short)
-            self.collect()
-            if n > self.n_free():
-                return False
-        n_old = min(n, self.n_returned)
+        cdef Want want = Want(<PyObject*>self, ids, n)
+        return (<ByteBudget>self.budget).take_locked(&want, 1) < 0
+
+    cdef void hand_out(self, int32_t* ids, Py_ssize_t n) noexcept:
+        """Of the free blocks, which are as many at least."""
+        cdef Py_ssize_t i, n_old = min(n, self.n_returned), fresh = self.total - self.n_fresh
+        cdef Py_ssize_t resident = self.resident()
         for i in range(n_old):
             ids[i] = self.returned[self.n_returned - 1 - i]
         self.n_returned -= n_old
-        fresh = self.total - self.n_fresh
+        self.n_trimmed = min(self.n_trimmed, self.n_returned)
         for i in range(n_old, n):
             ids[i] = <int32_t>(fresh + i - n_old)
         self.n_fresh -= n - n_old
         for i in range(n):
             self.counts[ids[i]] = 1
         self.acquired += n
-        self.peak_held = max(self.peak_held, self.total - self.n_free())
-        return True
+        self.account.used += n * self.block_bytes
+        self.account.resident += self.resident() - resident
+        self.peak_held = max(self.peak_held, self.n_held())
 
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """One more holder for each id; -1, or the place of the first that cannot have one, and no change."""
         cdef Py_ssize_t bad
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             bad = self.retain_locked(ids, n)
         return bad
 
@@ -110,7 +219,7 @@ cdef class BlockAllocator:
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """One holder less for each id; -1, or the place of one that nobody holds, and no change."""
         cdef Py_ssize_t bad
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             bad = self.give_back_locked(ids, n)
         return bad
 
@@ -139,18 +248,22 @@ cdef class BlockAllocator:
         """The blocks from this place of the stack on are free now."""
         cdef Py_ssize_t i
         self.released += self.n_returned - top
+        self.account.used -= (self.n_returned - top) * self.block_bytes
         if self.erase is not NULL:
             for i in range(top, self.n_returned):
                 self.erase(self.owner, self.returned[i])
 
-    cdef cnp.ndarray used_before(self):
-        cdef Py_ssize_t n = self.n_returned, i
+    cdef cnp.ndarray begin_trim(self):
+        cdef Py_ssize_t n = self.n_returned, i, resident
         ids = empty_ids(n)
         cdef int32_t[::1] out = ids
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             n = min(n, self.n_returned)
             for i in range(n):
                 out[i] = self.returned[i]
+            resident = self.resident()
+            self.n_trimmed = n
+            self.account.resident += self.resident() - resident
         return np.sort(ids[:n])
 
     # --- what a prefix cache knows ---
@@ -160,9 +273,10 @@ cdef class BlockAllocator:
         cdef bint taken
         if tree is NULL:
             raise MemoryError(f"cannot allocate the books of a prefix cache for {self.total} blocks")
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             taken = self.tree is not NULL
             if not taken:
+                tree.n_uses = &self.account.n_uses
                 self.tree = tree
         if taken:
             radix_free(tree)
@@ -171,7 +285,7 @@ cdef class BlockAllocator:
 
     cdef void know_nothing(self) noexcept:
         cdef RadixTree* tree
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             tree = self.tree
             if tree is not NULL:
                 radix_clear(tree, NULL)
@@ -199,7 +313,7 @@ cdef class BlockAllocator:
 
     cdef Py_ssize_t match(self, Key key, int32_t* table) noexcept:
         cdef Py_ssize_t n
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             n = radix_match(self.tree, key) if table is NULL else radix_blocks(self.tree, key, table)
         return n
 
@@ -208,7 +322,7 @@ cdef class BlockAllocator:
         cdef Py_ssize_t n = -1, n_blocks, bad = -1
         cdef Cut cut
         tail[0] = -1
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             if radix_prepare_use(tree, key, &cut) == 0:
                 n = radix_blocks(tree, key, table)
                 n_blocks = (n + tree.block_size - 1) // tree.block_size
@@ -231,7 +345,7 @@ cdef class BlockAllocator:
 
     cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark) except -1:
         cdef Py_ssize_t n
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             n = radix_insert(self.tree, key, table, priority, expires, mark)
         if n == -1:
             raise MemoryError("cannot allocate the books of a prefix")
@@ -241,7 +355,7 @@ cdef class BlockAllocator:
 
     cdef Py_ssize_t evict(self, Py_ssize_t n, bint all_or_none) noexcept:
         cdef Py_ssize_t n_gone = 0
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             if not all_or_none or n <= self.n_evictable():
                 n_gone = radix_evict(self.tree, n)
                 self.collect()
@@ -249,38 +363,38 @@ cdef class BlockAllocator:
 
     cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept:
         cdef Py_ssize_t n
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             n = radix_forget(self.tree, key, start)
             self.collect()
         return n
 
     cdef Py_ssize_t clear(self, const Key* key) noexcept:
         cdef Py_ssize_t n
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             n = radix_clear(self.tree, key)
             self.collect()
         return n
 
     cdef Py_ssize_t count_evictable(self) noexcept:
         cdef Py_ssize_t n
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             n = self.n_evictable()
         return n
 
     cdef bint has_terms(self) noexcept:
         cdef bint found
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             found = self.tree is not NULL and self.tree.terms.n > 0
         return found
 
     cdef void end_terms(self, double now) noexcept:
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             if self.tree is not NULL:
                 radix_end_terms(self.tree, now)
 
     cdef bint is_idle(self, int32_t id) noexcept:
         cdef bint idle
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             idle = self.tree is not NULL and radix_is_idle(self.tree, id)
         return idle
 
@@ -307,7 +421,7 @@ cdef class BlockAllocator:
         cdef int32_t[::1] counts = holders
         cdef unsigned char[::1] marks = kinds
         cdef Py_ssize_t i
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             if self.total:
                 memcpy(&counts[0], self.counts, self.total * sizeof(int32_t))
             if self.tree is not NULL:
@@ -322,7 +436,7 @@ cdef class BlockAllocator:
         cdef const char* fault
         if seen is NULL:
             raise MemoryError("check: cannot allocate a mark for each block")
-        with cython.critical_section(self):
+        with cython.critical_section(<object>self.budget):
             fault = self.find_fault(seen, &place)
             if fault is NULL and self.tree is not NULL:
                 fault = radix_fault(self.tree, &place)
@@ -351,8 +465,11 @@ cdef class BlockAllocator:
             elif i >= fresh:
                 return b"block # was never handed out and has holders"
         place[0] = n_zero
-        if n_zero != self.n_free():
+        if n_zero != self.n_unheld():
             return b"# blocks have no holder, another number is free"
+        place[0] = self.account.used
+        if self.account.used > self.account.limit or self.account.used != (<ByteBudget>self.budget).count():
+            return b"# bytes are counted as held, others are, or that is more than the budget has"
         return NULL
 
     cdef str fault_in(self, list tables):

@@ -205,7 +205,7 @@ cdef class PrefixCache:
         self._end_terms()
         cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
         cdef bint idle
-        with cython.critical_section(self._store.blocks):
+        with cython.critical_section(self._store.budget):
             idle = (self._store.blocks.counts[id] == 2 and radix_kind(self._store.blocks.tree, <int32_t>id) == 1)
         return idle
 
@@ -498,7 +498,7 @@ cdef class PrefixCache:
         """Counters as a `PrefixStats`. O(1)."""
         self._end_terms()
         cdef RadixTree tree
-        with cython.critical_section(self._store.blocks):
+        with cython.critical_section(self._store.budget):
             tree = self._store.blocks.tree[0]
         return PrefixStats(
             blocks_held=tree.n_held, evictable_blocks=tree.n_evictable, namespaces=tree.n_namespaces,

@@ -697,6 +697,8 @@ cdef class PagedKvCache:
         """A store in debug mode checks its books, and that this table is among them."""
         if store.debug:
             store.check((self,))
+        if store.is_over():
+            store.after_change()
         return 0
 
     # --- changing hands ---
@@ -783,7 +785,7 @@ cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growt
         n_taken += (<PagedKvCache>caches[i]).measure(store, &growths[i])
     if n_taken == 0:
         return 0
-    if n_taken > store.blocks.total:  # more than a table should be made for
+    if n_taken > store.blocks.n_most():  # more than a table should be made for
         raise exhausted(store, caches, n, growths, n_taken)
     try:
         if n_taken > 32:

@@ -2,13 +2,15 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t
 
 from pagedkv._rows cimport BlockRows
-from pagedkv.allocator cimport BlockAllocator
+from pagedkv.allocator cimport BlockAllocator, ByteBudget
 
 
 cdef class PagedKvStore:
     cdef object __weakref__
     cdef readonly Py_ssize_t block_size, n_layers, n_kv_heads, head_dim, v_head_dim
     cdef BlockAllocator blocks
+    cdef ByteBudget budget              # its own, or that of a model's stores
+    cdef list peers                     # weak references to the stores that share it
     cdef readonly str dtype
     cdef int kind                       # the same, as SIMD_F32 ...
     cdef BlockRows k
@@ -18,6 +20,14 @@ cdef class PagedKvStore:
     cdef Py_ssize_t copies_on_write
     cdef object prefixes                # a weak reference to the prefix cache, as long as the blocks have a tree
 
+    # Free blocks may have pages that exceed the budget: `after_change` gives them back.
+    cdef inline bint is_over(self) noexcept:
+        return self.budget.account.resident > self.budget.account.limit
+
+    # From now on it shares the budget of another one; neither has been used yet.
+    cdef int join(self, PagedKvStore other) except -1
+    cdef list with_peers(self)
+    cdef int resize_all(self, Py_ssize_t limit) except -1
     # n blocks into ids, also by eviction, or False with nothing changed.
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept
     # Terms of the prefix cache that are over end. Asks its clock, which may be the caller's code, and raise: called before

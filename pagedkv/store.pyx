@@ -11,7 +11,7 @@ from libc.stdint cimport INT32_MAX, int32_t
 from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
 from pagedkv._kernels.rows cimport NOGIL_FROM
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
-from pagedkv.allocator cimport BlockAllocator
+from pagedkv.allocator cimport BlockAllocator, ByteBudget
 
 import os
 import sys
@@ -95,7 +95,9 @@ prefault=False, debug=False)\n--\n
 
     def __cinit__(self):
         # Until __init__ has run, a store of no blocks, on which every request is refused.
-        self.blocks = BlockAllocator(0)
+        self.blocks = BlockAllocator(0, 1)
+        self.budget = ByteBudget()
+        self.budget.join(self.blocks)
         self.k = BlockRows()
         self.v = BlockRows()
         self.block_size = 1
@@ -112,9 +114,13 @@ prefault=False, debug=False)\n--\n
         cdef bint touch = as_flag(prefault, "prefault"), checked = as_flag(debug, "debug")
         cdef str name = dtype_name(dtype)
         cdef int kind = dtype_kind(name)
-        k = BlockRows(kind, int(layers), int(total), size, heads, k_dim, touch)
-        v = BlockRows(kind, int(layers), int(total), size, heads, v_dim, touch)
-        blocks = BlockAllocator(total)
+        cdef BlockRows k = BlockRows(kind, int(layers), int(total), size, heads, k_dim, touch)
+        cdef BlockRows v = BlockRows(kind, int(layers), int(total), size, heads, v_dim, touch)
+        cdef BlockAllocator blocks = BlockAllocator(total, size * layers * (k.row_bytes + v.row_bytes))
+        cdef ByteBudget budget = ByteBudget()
+        budget.join(blocks)
+        budget.account.limit = total * blocks.block_bytes
+        cdef list peers = [weakref.ref(self)]
         # Asked last, and all at once: what came before may have run the caller's code.
         with cython.critical_section(self):
             if self.blocks.total:
@@ -131,19 +137,23 @@ prefault=False, debug=False)\n--\n
             self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
             self.debug = checked
             if checked:
-                (<BlockAllocator>blocks).erase = erase_freed
-                (<BlockAllocator>blocks).owner = <void*>self
+                blocks.erase = erase_freed
+                blocks.owner = <void*>self
             self.blocks = blocks
+            self.budget = budget
+            self.peers = peers
 
     @classmethod
     def from_bytes(cls, budget_bytes, block_size, n_kv_heads, head_dim, *,
-                   n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
+                   n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False, max_bytes=None):
         """A store of as many blocks as fit into ``budget_bytes``.
 
         Parameters
         ----------
         budget_bytes : int
             Bytes for K and V of all layers together; ``nbytes`` is at most that.
+        max_bytes : int, optional
+            The most that `resize` may make of it: address space, which costs no memory. ``budget_bytes`` without it.
         block_size, n_kv_heads, head_dim, n_layers, v_head_dim, dtype, prefault, debug
             As for the class.
 
@@ -174,19 +184,26 @@ prefault=False, debug=False)\n--\n
         cdef object block_bytes = n[0] * n[1] * (k_bytes + v_bytes)
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
-        return cls(n[0], min(budget // block_bytes, INT32_MAX), n[2], n[3],
-                   n_layers=n[1], v_head_dim=n[4], dtype=stored, prefault=prefault, debug=debug)
+        cdef object most = budget if max_bytes is None else as_size(max_bytes, "max_bytes", budget, MAX_SIZE)
+        cdef object total = min(budget // block_bytes, INT32_MAX)
+        cdef PagedKvStore store = cls(n[0], min(most // block_bytes, INT32_MAX), n[2], n[3], n_layers=n[1],
+                                      v_head_dim=n[4], dtype=stored, prefault=prefault, debug=debug)
+        store.budget.account.limit = total * store.blocks.block_bytes
+        return store
 
     # --- sizes ---
 
     @property
     def total_blocks(self):
         """Blocks of the store, free and held."""
-        return self.blocks.total
+        return self.blocks.n_most()
 
     @property
     def free_block_count(self):
-        """Blocks that nobody holds. What a prefix cache could give up is not among them."""
+        """Blocks that nobody holds. What a prefix cache could give up is not among them.
+
+        Where a model's stores share a budget, what another one holds is not free here.
+        """
         return self.blocks.n_free()
 
     @property
@@ -202,10 +219,10 @@ prefault=False, debug=False)\n--\n
     @property
     def nbytes(self):
         """Bytes of K and V of all blocks and layers, an int8 store's scales included."""
-        return self.blocks.total * self.block_size * self.step_bytes
+        return self.blocks.n_most() * self.blocks.block_bytes
 
     def __repr__(self):
-        return (f"{type(self).__name__}(block_size={self.block_size}, total_blocks={self.blocks.total}, "
+        return (f"{type(self).__name__}(block_size={self.block_size}, total_blocks={self.total_blocks}, "
                 f"n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, n_layers={self.n_layers}, dtype={self.dtype!r}, "
                 f"free_block_count={self.blocks.n_free()})")
 
@@ -297,7 +314,7 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t i, count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.n_free():
             self.end_terms()
-        if count > self.blocks.total:  # not worth an array of that size
+        if count > self.blocks.n_most():  # not worth an array of that size
             raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
@@ -412,10 +429,10 @@ prefault=False, debug=False)\n--\n
         int
             Bytes that were given back, of memory that had been written or not; 0 where the system is not Linux.
         """
-        cdef const int32_t[::1] ids = self.blocks.used_before()
+        cdef const int32_t[::1] ids = self.blocks.begin_trim()
         cdef Py_ssize_t i = 0, first, n_bytes = 0
         while i < ids.shape[0]:
-            with cython.critical_section(self.blocks):
+            with cython.critical_section(self.budget):
                 # A run of neighbours that are still free: nobody takes one of them before this is done.
                 first = i
                 while i < ids.shape[0] and ids[i] == ids[first] + i - first and self.blocks.counts[ids[i]] == 0:
@@ -424,12 +441,56 @@ prefault=False, debug=False)\n--\n
             i += i == first  # somebody has taken it
         return n_bytes
 
+    def resize(self, budget_bytes):
+        """Let the store have more memory from now on, or less.
+
+        Less evicts what has to go of what a prefix cache holds, and gives the memory of free blocks back, as `trim` does.
+
+        Parameters
+        ----------
+        budget_bytes : int
+            Bytes for K and V of all layers together: at least one block, at most what the store was made for (see
+            ``max_bytes`` of `from_bytes`).
+
+        Raises
+        ------
+        TypeError, ValueError
+            No such number; or less than the blocks that sequences hold. Nothing was changed.
+        """
+        cdef Py_ssize_t n_bytes = self.blocks.block_bytes
+        cdef Py_ssize_t limit = as_size(budget_bytes, "budget_bytes", n_bytes, self.blocks.total * n_bytes)
+        if self.budget.n_members > 1:
+            raise ValueError("store: expected one with a budget of its own, got one of a model's: resize its ModelStores")
+        self.resize_all(limit // n_bytes * n_bytes)
+
+    cdef int resize_all(self, Py_ssize_t limit) except -1:
+        cdef Py_ssize_t n_needed
+        for store in self.with_peers():
+            (<PagedKvStore>store).end_terms()
+        n_needed = self.budget.resize(limit)
+        if n_needed >= 0:
+            raise ValueError(f"budget_bytes: expected at least {n_needed}, what sequences hold, got {limit}")
+        self.after_change()
+        return 0
+
+    cdef list with_peers(self):
+        """The stores that share the budget, this one among them."""
+        cdef list stores = [peer() for peer in self.peers]
+        return [store for store in stores if store is not None]
+
+    cdef int join(self, PagedKvStore other) except -1:
+        other.budget.join(self.blocks)
+        self.budget = other.budget
+        other.peers.append(weakref.ref(self))
+        self.peers = other.peers
+        return 0
+
     def stats(self):
         """Counters of the store as a `StoreStats`; costs no walk over the blocks."""
         cdef BlockAllocator blocks = self.blocks
         cdef Py_ssize_t free = blocks.n_free()
         return StoreStats(
-            total_blocks=blocks.total, free_blocks=free, held_blocks=blocks.total - free,
+            total_blocks=blocks.n_most(), free_blocks=free, held_blocks=blocks.n_held(),
             peak_held_blocks=blocks.peak_held, blocks_acquired=blocks.acquired,
             blocks_released=blocks.released, copies_on_write=self.copies_on_write,
             exhaustions=blocks.exhaustions, nbytes=self.nbytes)
@@ -521,7 +582,7 @@ prefault=False, debug=False)\n--\n
         return 0
 
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
-        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.total, held, self.blocks.count_evictable())
+        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.n_most(), held, self.blocks.count_evictable())
 
     cdef int know_prefixes(self, object prefixes) except -1:
         reference = weakref.ref(prefixes)
@@ -595,6 +656,10 @@ prefault=False, debug=False)\n--\n
                 v.copy_block(dst, src, n)
 
     cdef int after_change(self) except -1:
+        cdef PagedKvStore store
+        if self.is_over():  # free blocks keep memory that others of the budget need
+            for store in self.with_peers():
+                store.trim()
         if self.debug:
             self.check()
         return 0

@@ -104,7 +104,7 @@ cdef struct RadixTree:
     uint64_t seed
     Heap by_size            # namespaces that could give something up
     Heap terms              # nodes whose term ends
-    uint64_t n_uses
+    uint64_t* n_uses        # of this tree and of others that are in one order with it
     uint64_t n_numbers      # that nodes have had
     uint64_t n_named        # namespaces
     int32_t gone_first, gone_last               # blocks without a place, whose reference waits to be given back; + 1

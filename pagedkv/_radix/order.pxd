@@ -23,6 +23,8 @@ cdef void radix_end_terms(RadixTree* tree, double now) noexcept nogil
 # Of the nodes of a namespace, and of namespaces: which of two goes, or gives, first.
 cdef bint goes_before(const void* owner, int32_t a, int32_t b) noexcept nogil
 cdef bint gives_before(const void* owner, int32_t a, int32_t b) noexcept nogil
+# Whether what a tree would give up next goes before that of another tree with the same count of uses. Both have something.
+cdef bint radix_goes_before(const RadixTree* tree, const RadixTree* other) noexcept nogil
 cdef int32_t rank_of(const RadixTree* tree, const Space* space) noexcept nogil
 cdef void set_rank(RadixTree* tree, int32_t node, int32_t rank) noexcept nogil
 # A node goes where it belongs in its order, after its blocks or what follows it have changed.

@@ -7,14 +7,26 @@ from pagedkv._radix.nodes cimport AT_END, FOREVER, INSIDE, NEVER, NOTHING, Node,
 
 # --- the orders ------------------------------------------------------------------------------------
 
+cdef inline bint is_first(const Node* a, const Node* b) noexcept nogil:
+    if a.rank != b.rank:
+        return a.rank < b.rank
+    if a.priority != b.priority:
+        return a.priority < b.priority
+    return a.used < b.used
+
+
 cdef bint goes_before(const void* owner, int32_t a, int32_t b) noexcept nogil:
     """Of a namespace's nodes."""
     cdef const Node* nodes = (<const RadixTree*>owner).nodes
-    if nodes[a].rank != nodes[b].rank:
-        return nodes[a].rank < nodes[b].rank
-    if nodes[a].priority != nodes[b].priority:
-        return nodes[a].priority < nodes[b].priority
-    return nodes[a].used < nodes[b].used
+    return is_first(&nodes[a], &nodes[b])
+
+
+cdef inline const Node* next_to_go(const RadixTree* tree) noexcept nogil:
+    return &tree.nodes[tree.spaces[tree.by_size.items[0]].order.items[0]]
+
+
+cdef bint radix_goes_before(const RadixTree* tree, const RadixTree* other) noexcept nogil:
+    return is_first(next_to_go(tree), next_to_go(other))
 
 
 cdef void goes_at(void* owner, int32_t node, int32_t at) noexcept nogil:

@@ -133,8 +133,8 @@ cdef void use_path(RadixTree* tree, int32_t node) noexcept nogil:
     """Note that a path was used just now: from the leaf up, so that a parent is younger than its children."""
     cdef Node* it = &tree.nodes[node]
     while it.parent:
-        tree.n_uses += 1
-        it.used = tree.n_uses
+        tree.n_uses[0] += 1
+        it.used = tree.n_uses[0]
         mend_node(tree, node)
         if it.previous:
             unlink(tree, node)
