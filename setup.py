@@ -41,6 +41,8 @@ MODULES = {
     "pagedkv.attention": [],
     "pagedkv.step": [],
     "pagedkv.prefix": [],
+    "pagedkv._batch": [],
+    "pagedkv._groups": [],
     "pagedkv.beams": [],
 }
 

@@ -33,6 +33,8 @@ cdef class ByteBudget:
     # Bytes that are held, by the members' books; and what is left of them if the prefix caches gave up all they can.
     cdef Py_ssize_t count(self) noexcept
     cdef Py_ssize_t needed(self) noexcept
+    # Bytes that they could give up.
+    cdef Py_ssize_t count_evictable(self) noexcept
     # Blocks of each kind, all or none. -1, or the number of the one that there is no room for, and no change.
     cdef int take(self, const Want* wants, int n) noexcept
     # The same within a critical section of the budget.

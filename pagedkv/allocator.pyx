@@ -121,6 +121,12 @@ cdef class ByteBudget:
             n -= (<BlockAllocator>self.members[i]).n_evictable() * (<BlockAllocator>self.members[i]).block_bytes
         return n
 
+    cdef Py_ssize_t count_evictable(self) noexcept:
+        cdef Py_ssize_t n
+        with cython.critical_section(self):
+            n = self.account.used - self.needed()
+        return n
+
     cdef bint evict_one(self) noexcept:
         """A block of the member whose turn it is: where what would go next was used before what would go elsewhere."""
         cdef BlockAllocator blocks, first = None

@@ -25,10 +25,5 @@ cdef Asked as_asked(
 cdef object attend(Asked asked, const KvView* kv, PlanShelf* shelf, const QuerySpan* spans, Py_ssize_t n_spans,
                    Py_ssize_t n_rows, int n_threads)
 
-# A batch: one PagedKvCache, or any iterable of them.
-cdef tuple as_caches(object caches)
-# The same, each of them once.
-cdef tuple as_distinct_caches(object caches)
-
 # One query length, 0 or more, for each of n sequences; an integer stands for all. Their sum is far from overflow.
 cdef tuple as_query_lens(object query_lens, Py_ssize_t n)

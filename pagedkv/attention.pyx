@@ -14,6 +14,7 @@ from libc.string cimport memset
 from pagedkv._arrays cimport (
     as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count, check_apart, check_float32,
     check_out, describe, empty_floats)
+from pagedkv._groups cimport as_sequences, members_of
 from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
@@ -108,7 +109,7 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
     [[[3.0, 4.0], [3.0, 4.0]]]
     """
     cdef PagedKvStore home = as_store(store)
-    cdef tuple batch = as_caches(caches)
+    cdef tuple batch = members_of(as_sequences(caches, 1), 1)
     cdef Py_ssize_t n_caches = len(batch), n_reading = 0, n_rows, row = 0, i
     cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
     cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
@@ -345,24 +346,6 @@ cdef int check_readable(const QuerySpan* spans, Py_ssize_t n_spans, const Attend
 
 
 # --- arguments ---------------------------------------------------------------------------------------
-
-cdef tuple as_caches(caches):
-    if isinstance(caches, PagedKvCache):
-        return (caches,)
-    # What is checked is what is used, whatever it would say the next time.
-    batch = as_items(caches, "caches", "a PagedKvCache or several of them")
-    for i, cache in enumerate(batch):
-        if not isinstance(cache, PagedKvCache):
-            raise TypeError(f"caches[{i}]: expected a PagedKvCache, got {describe(cache)}")
-    return batch
-
-
-cdef tuple as_distinct_caches(caches):
-    batch = as_caches(caches)
-    if len(set(map(id, batch))) != len(batch):
-        raise ValueError("caches: expected each cache once, got one of them twice")
-    return batch
-
 
 cdef tuple as_query_lens(query_lens, Py_ssize_t n):
     if hasattr(query_lens, "__index__") and not getattr(query_lens, "ndim", 0):

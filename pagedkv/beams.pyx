@@ -1,9 +1,10 @@
 """Beam search: which sequences go on, and from which of them, in one call for the whole batch."""
 
 from pagedkv._arrays cimport as_index, as_items
-from pagedkv.attention cimport as_distinct_caches
-from pagedkv.sequence cimport PagedKvCache, fork_all
-from pagedkv.store cimport PagedKvStore, as_store
+from pagedkv._batch cimport fork_all
+from pagedkv._groups cimport as_distinct_sequences, as_stores, members_of
+from pagedkv.sequence cimport PagedKvCache
+from pagedkv.store cimport PagedKvStore
 
 
 def reorder(store, caches, parents):
@@ -15,9 +16,9 @@ def reorder(store, caches, parents):
 
     Parameters
     ----------
-    store : PagedKvStore
-        The one whose blocks they hold.
-    caches : iterable of PagedKvCache
+    store : PagedKvStore or ModelStores
+        The one whose blocks they hold; a model's sequences go on in all its stores or in none.
+    caches : iterable of PagedKvCache or ModelSequence
         Each of them once.
     parents : iterable of int, or integer array, ``[len(caches)]``
         Indices into ``caches``. One that is its own parent stays as it is, with what it has reserved;
@@ -47,20 +48,25 @@ def reorder(store, caches, parents):
     >>> [float(beam.to_contiguous(store).k[0, 0]) for beam in beams], store.free_block_count
     ([1.0, 1.0, 0.0], 4)
     """
-    cdef PagedKvStore home = as_store(store)
-    cdef tuple batch = as_distinct_caches(caches)
-    cdef Py_ssize_t n = len(batch), n_locked = 0, i
-    cdef list moves = [(cache, batch[parent]) for cache, parent in zip(batch, as_parents(parents, n), strict=True)
-                       if cache is not batch[parent]]
+    cdef tuple stores = as_stores(store), batch, members
+    cdef Py_ssize_t n_stores = len(stores), n, n_locked = 0, i
+    batch = as_distinct_sequences(caches, n_stores)
+    n = len(batch)
+    members = members_of(batch, n_stores)
+    cdef list sources = as_parents(parents, n)
+    cdef list moves = [i for i in range(n_stores * n) if sources[i % n] != i % n]
+    cdef tuple moved = tuple([members[i] for i in moves])
+    cdef tuple gone_on_from = tuple([members[i - i % n + sources[i % n]] for i in moves])
     try:
-        for i in range(n):
-            (<PagedKvCache>batch[i]).begin_write(home)
+        for i in range(n_stores * n):
+            (<PagedKvCache>members[i]).begin_write(<PagedKvStore>stores[i // n])
             n_locked += 1
-        fork_all(tuple([move[0] for move in moves]), tuple([move[1] for move in moves]))
+        fork_all(moved, gone_on_from)
     finally:
         for i in range(n_locked):
-            (<PagedKvCache>batch[i]).end_write()
-    home.after_change()
+            (<PagedKvCache>members[i]).end_write()
+    for home in stores:
+        (<PagedKvStore>home).after_change()
 
 
 cdef list as_parents(parents, Py_ssize_t n):

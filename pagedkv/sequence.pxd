@@ -25,6 +25,13 @@ cdef struct Growth:
     int32_t* table              # of the sequence as it will be: its own with more behind its end, or a copy of it
 
 
+# What a sequence is to become whose blocks another one has too.
+cdef struct Fork:
+    PyObject* store
+    int32_t* table
+    Py_ssize_t n_blocks, n_dropped, length, block_size
+
+
 cdef class PagedKvCache:
     cdef object __weakref__
     # The store whose blocks the table names. None while it names none, and for adopted blocks until a store is seen.
@@ -47,6 +54,7 @@ cdef class PagedKvCache:
 
     # Growing, by `growth.n_new` positions: `measure` says how many blocks that takes; then `stage`, below.
     cdef Py_ssize_t measure(self, PagedKvStore store, Growth* growth) noexcept
+    cdef Py_ssize_t stage_alone(self, PagedKvStore store, Growth* growth) except -1
     cdef int make_room(self, Growth* growth) except -1
     cdef void place(self, PagedKvStore store, Growth* growth, const int32_t* taken) noexcept
     # The sequence has the blocks, and the first n_written of its new positions. No longer, or again, as it was.
@@ -57,22 +65,34 @@ cdef class PagedKvCache:
     # Its blocks from now on, whose references it has; what it held before was given back. The table's memory is its own.
     cdef void become(self, PagedKvStore store, int32_t* table, Py_ssize_t n_blocks, Py_ssize_t n_dropped,
                      Py_ssize_t length, Py_ssize_t block_size) noexcept
-    cdef int give_back_from(self, Py_ssize_t first) except -1
+    # PagedKvError, or RuntimeError, unless it can give back what it holds: then `take_over` and `cut` cannot fail.
+    cdef int check_own(self) except -1
+    # A fork of it as it is now, whose blocks have one more holder; MemoryError, OverflowError, RuntimeError. It becomes the
+    # sequence of a cache that is locked, or is dropped.
+    cdef int prepare_fork(self, Fork* fork) except -1
+    cdef void take_over(self, Fork* fork) noexcept
     cdef int fork_into(self, PagedKvCache other) except -1
+    # Its first n positions remain, n at least what was dropped, and no reserved blocks.
+    cdef void cut(self, Py_ssize_t n) noexcept
+    # Its blocks that lie wholly before a position, at most the length, are dropped; all of them.
+    cdef void drop_to(self, Py_ssize_t position) noexcept
+    cdef void empty(self) noexcept
     # Of the layers from this one on, one for each target: all or none. A stop of -1 is the end.
     cdef int copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
                       list targets) except -1
     cdef int end_growth(self, PagedKvStore store) except -1
 
 
-# Growths of a batch, n pointers to PagedKvCache, each of which says how many new positions: all of them or, raising
-# PagedStoreExhausted or MemoryError, none. Every cache is locked by the caller, and each is there once. Returns the number
-# of blocks taken. Runs no code but this.
-cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1
+# What a transaction is to one of its stores: n sequences, and a growth of each, which says how many new positions.
+cdef struct Group:
+    PyObject* store             # a PagedKvStore; all have one budget
+    PyObject** caches           # PagedKvCaches, borrowed
+    Growth* growths
 
-# Each cache becomes a fork of what another one of the batch, its source, is now: all or none. All are locked, the sources
-# that are not in the batch for reading. PagedKvError, OverflowError, MemoryError.
-cdef int fork_all(tuple caches, tuple sources) except -1
+
+# Take the blocks of all sequences in all groups or, raising PagedStoreExhausted or MemoryError, none. Every cache is locked
+# by the caller, and each is there once. Returns the number of blocks taken. Runs no code but this.
+cdef Py_ssize_t stage(const Group* groups, int n_groups, Py_ssize_t n) except -1
 
 # Memory for a table of so many entries; MemoryError.
 cdef int32_t* new_table(Py_ssize_t n) except NULL

@@ -17,7 +17,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport after_dropped, as_ids, as_index, as_items, as_size, describe, empty_ids
@@ -25,10 +25,13 @@ from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writ
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows
 from pagedkv._rows cimport BlockRows
+from pagedkv.allocator cimport Want
 from pagedkv.contiguous cimport KvCache, as_target
 from pagedkv.store cimport PagedKvStore, as_store
 
 from collections import Counter
+
+from pagedkv.errors import PagedKvError
 
 
 @cython.no_gc_clear  # the blocks go back to the store when the sequence goes: it must still be there
@@ -138,13 +141,12 @@ cdef class PagedKvCache:
         cdef BlockRows k_rows = home.k, v_rows = home.v
         cdef GivenRows k_given = k_rows.given(<cnp.ndarray>k_step), v_given = v_rows.given(<cnp.ndarray>v_step)
         cdef Growth growth
-        cdef PyObject* one = <PyObject*>self
         cdef Py_ssize_t row
         growth.n_new = 1
         self.begin_write(home)
         try:
             if self.measure(home, &growth):
-                stage(home, &one, 1, &growth)
+                self.stage_alone(home, &growth)
             row = growth.table[self.length // home.block_size] * home.block_size + self.length % home.block_size
             if home.step_bytes < NOGIL_FROM:
                 k_rows.put(row, k_given)
@@ -188,11 +190,10 @@ cdef class PagedKvCache:
         cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         cdef int n_threads = resolve_threads(0)
         cdef Growth growth
-        cdef PyObject* one = <PyObject*>self
         growth.n_new = n
         self.begin_write(home)
         try:
-            stage(home, &one, 1, &growth)
+            self.stage_alone(home, &growth)
             if n:
                 with nogil:
                     k_rows.append(k_given, growth.table, self.length, n, n_threads)
@@ -254,12 +255,11 @@ cdef class PagedKvCache:
         cdef Py_ssize_t n = as_size(n_new, "n_new", 0, MAX_POSITIONS)
         cdef PagedKvStore home = as_store(store)
         cdef Growth growth
-        cdef PyObject* one = <PyObject*>self
         growth.n_new = n
         home.end_terms_if_short(n)
         self.begin_write(home)
         try:
-            stage(home, &one, 1, &growth)
+            self.stage_alone(home, &growth)
             self.commit(home, &growth, 0)
         finally:
             self.end_write()
@@ -397,8 +397,8 @@ cdef class PagedKvCache:
         cdef PagedKvStore home = as_store(store)
         self.begin_write(home)
         try:
-            self.give_back_from(self.n_dropped)
-            self.n_blocks = self.n_dropped = self.length = 0
+            self.check_own()
+            self.empty()
         finally:
             self.end_write()
         home.after_change()
@@ -425,11 +425,8 @@ cdef class PagedKvCache:
         try:
             if not self.n_dropped * self.block_size <= n <= self.length:
                 raise ValueError(f"new_len: expected {self.first_position} to {self.length}, got {n}")
-            if self.n_blocks:
-                keep = max(blocks_for(n, self.block_size), self.n_dropped)
-                self.give_back_from(keep)
-                self.n_blocks = keep
-            self.length = n
+            self.check_own()
+            self.cut(n)
         finally:
             self.end_write()
         home.after_change()
@@ -474,17 +471,12 @@ cdef class PagedKvCache:
         """
         cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t p = as_size(position, "position", 0, MAX_POSITIONS)
-        cdef Py_ssize_t i, n
         self.begin_write(home)
         try:
             if p > self.length:
                 raise ValueError(f"position: expected 0 to {self.length}, got {p}")
-            n = p // self.block_size if self.n_blocks else 0
-            if n > self.n_dropped:
-                home.give_back(&self.table[self.n_dropped], n - self.n_dropped)
-                for i in range(self.n_dropped, n):
-                    self.table[i] = -1
-                self.n_dropped = n
+            self.check_own()
+            self.drop_to(p)
         finally:
             self.end_write()
         home.after_change()
@@ -627,6 +619,11 @@ cdef class PagedKvCache:
                 growth.n_copies += store.blocks.counts[self.table[i]] > 1
         return growth.n_missing + growth.n_copies
 
+    cdef Py_ssize_t stage_alone(self, PagedKvStore store, Growth* growth) except -1:
+        cdef PyObject* one = <PyObject*>self
+        cdef Group group = Group(<PyObject*>store, &one, growth)
+        return stage(&group, 1, 1)
+
     cdef int make_room(self, Growth* growth) except -1:
         """Memory for the table as it will be: of its own where blocks are replaced in it."""
         cdef Py_ssize_t n = self.n_blocks + growth.n_missing
@@ -714,23 +711,51 @@ cdef class PagedKvCache:
         self.block_size = block_size
         self.store = store if n_blocks else None
 
-    cdef int give_back_from(self, Py_ssize_t first) except -1:
-        """Give back the blocks of the entries [first, n_blocks)."""
-        if first < self.n_blocks:
-            self.store.give_back(&self.table[first], self.n_blocks - first)
+    cdef int prepare_fork(self, Fork* fork) except -1:
+        cdef Py_ssize_t n
+        if self.store is None and self.n_blocks:
+            raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
+                               "name it in adopt_blocks(..., store=store)")
+        fork.store = <PyObject*>self.store
+        fork.n_blocks = blocks_for(self.length, self.block_size)
+        fork.n_dropped = min(self.n_dropped, fork.n_blocks)
+        fork.length = self.length
+        fork.block_size = self.block_size
+        fork.table = new_table(fork.n_blocks)
+        copy_ids(fork.table, self.table, fork.n_blocks)
+        n = fork.n_blocks - fork.n_dropped
+        if n and self.store.blocks.retain(&fork.table[fork.n_dropped], n) >= 0:
+            free(fork.table)
+            fork.table = NULL
+            raise OverflowError("caches: a block has as many holders as can be counted")
         return 0
 
+    cdef int check_own(self) except -1:
+        cdef Py_ssize_t i
+        if self.store is None and self.n_blocks:
+            raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
+                               "name it in adopt_blocks(..., store=store)")
+        for i in range(self.n_dropped, self.n_blocks):
+            if self.store.blocks.counts[self.table[i]] == 0:
+                raise PagedKvError(f"block {self.table[i]} is in a table and has no holder left: "
+                                   "someone gave back a reference that was not theirs")
+        return 0
+
+    cdef void take_over(self, Fork* fork) noexcept:
+        if self.n_dropped < self.n_blocks:
+            self.store.drop_each(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
+        self.become(<PagedKvStore>fork.store if fork.n_blocks else None, fork.table, fork.n_blocks, fork.n_dropped,
+                    fork.length, fork.block_size)
+
     cdef int fork_into(self, PagedKvCache other) except -1:
-        cdef PagedKvCache cache
-        for cache in (self, other):
-            if cache.store is None and cache.n_blocks:
-                raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
-                                   "name it in adopt_blocks(..., store=store)")
+        cdef Fork fork
         self.begin_read(self.store)
         try:
             other.lock_write()
             try:
-                fork_all((other,), (self,))
+                other.check_own()
+                self.prepare_fork(&fork)
+                other.take_over(&fork)
             finally:
                 other.end_write()
         finally:
@@ -739,33 +764,29 @@ cdef class PagedKvCache:
             other.store.after_change()
         return 0
 
+    cdef void cut(self, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t keep = max(blocks_for(n, self.block_size), self.n_dropped)
+        if keep < self.n_blocks:
+            self.store.drop_each(&self.table[keep], self.n_blocks - keep)
+            self.n_blocks = keep
+        self.length = n
+
+    cdef void drop_to(self, Py_ssize_t position) noexcept:
+        cdef Py_ssize_t i, n = position // self.block_size if self.n_blocks else 0
+        if n > self.n_dropped:
+            self.store.drop_each(&self.table[self.n_dropped], n - self.n_dropped)
+            for i in range(self.n_dropped, n):
+                self.table[i] = -1
+            self.n_dropped = n
+
+    cdef void empty(self) noexcept:
+        self.cut(self.n_dropped * self.block_size)
+        self.n_blocks = self.n_dropped = self.length = 0
+
 
 cdef inline void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexcept:
     if n:  # a table that never had an entry has no address
         memcpy(dst, src, n * sizeof(int32_t))
-
-
-def truncate_all(tuple caches not None, n_positions):
-    """Cut every one of these sequences, a model's in its stores, that is longer: all of them, or raising, none."""
-    cdef Py_ssize_t n = as_size(n_positions, "n_positions", 0, MAX_POSITIONS), n_locked = 0, keep, i
-    cdef PagedKvCache cache
-    try:
-        for i in range(len(caches)):
-            cache = caches[i]
-            cache.lock_write()
-            n_locked += 1
-            if cache.length > n and cache.n_dropped * cache.block_size > n:
-                raise ValueError(f"n_positions: expected {cache.first_position} or more, what the windows have left, got {n}")
-        for i in range(n_locked):
-            cache = <PagedKvCache>caches[i]
-            if cache.length > n:
-                keep = max(blocks_for(n, cache.block_size), cache.n_dropped)
-                cache.store.drop_each(&cache.table[keep], cache.n_blocks - keep)
-                cache.n_blocks = keep
-                cache.length = n
-    finally:
-        for i in range(n_locked):
-            (<PagedKvCache>caches[i]).end_write()
 
 
 cdef int32_t* new_table(Py_ssize_t n) except NULL:
@@ -775,116 +796,104 @@ cdef int32_t* new_table(Py_ssize_t n) except NULL:
     return table
 
 
-cdef Py_ssize_t stage(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths) except -1:
-    cdef Py_ssize_t i, n_roomy = 0, n_taken = 0, n_placed, first = 0
+cdef Py_ssize_t stage(const Group* groups, int n_groups, Py_ssize_t n) except -1:
     cdef int32_t few[32]
+    cdef Want want
+    cdef Want* wants = &want
     cdef int32_t* taken = few
-    cdef PagedKvCache cache
-    cdef bint enough = False
-    for i in range(n):
-        n_taken += (<PagedKvCache>caches[i]).measure(store, &growths[i])
-    if n_taken == 0:
-        return 0
-    if n_taken > store.blocks.n_most():  # more than a table should be made for
-        raise exhausted(store, caches, n, growths, n_taken)
+    cdef Py_ssize_t n_taken = 0, n_roomy = 0, i
+    cdef int g, short = 0
     try:
+        if n_groups > 1:
+            wants = <Want*>malloc(n_groups * sizeof(Want))
+            if wants is NULL:
+                raise MemoryError("cannot allocate what a step takes of each store")
+        for g in range(n_groups):
+            wants[g].blocks = <PyObject*>(<PagedKvStore>groups[g].store).blocks
+            wants[g].n = 0
+            for i in range(n):
+                wants[g].n += (<PagedKvCache>groups[g].caches[i]).measure(<PagedKvStore>groups[g].store, &groups[g].growths[i])
+            if wants[g].n > (<PagedKvStore>groups[g].store).blocks.n_most():  # more than a table should be made for
+                raise exhausted(groups, n_groups, n, g)
+            n_taken += wants[g].n
+        if n_taken == 0:
+            short = -1
+            return 0
         if n_taken > 32:
             taken = new_table(n_taken)
-        for i in range(n):
-            (<PagedKvCache>caches[i]).make_room(&growths[i])
-            n_roomy += 1
-        enough = store.take(taken, n_taken)
-        if not enough:
-            raise exhausted(store, caches, n, growths, n_taken)
-        for i in range(n):
-            cache = <PagedKvCache>caches[i]
-            n_placed = growths[i].n_copies + growths[i].n_missing
-            cache.place(store, &growths[i], &taken[first])
-            first += n_placed
+        n_taken = 0
+        for g in range(n_groups):
+            wants[g].ids = &taken[n_taken]
+            n_taken += wants[g].n
+            for i in range(n):
+                (<PagedKvCache>groups[g].caches[i]).make_room(&groups[g].growths[i])
+                n_roomy += 1
+        short = (<PagedKvStore>groups[0].store).budget.take(wants, n_groups)
+        if short >= 0:
+            raise exhausted(groups, n_groups, n, short)
+        for g in range(n_groups):
+            place_all(&groups[g], n, &wants[g])
     finally:
-        if not enough:
-            for i in range(n_roomy):
-                (<PagedKvCache>caches[i]).drop_room(&growths[i])
+        for i in range(n_roomy if short >= 0 else 0):
+            (<PagedKvCache>groups[i // n].caches[i % n]).drop_room(&groups[i // n].growths[i % n])
         if taken is not few:
             free(taken)
+        if wants is not &want:
+            free(wants)
     return n_taken
 
 
-cdef object exhausted(PagedKvStore store, PyObject** caches, Py_ssize_t n, Growth* growths, Py_ssize_t needed):
-    """The error for a batch that does not fit. What it would hold if all others let go is counted only now."""
+cdef void place_all(const Group* group, Py_ssize_t n, const Want* want) noexcept:
+    cdef PagedKvStore store = <PagedKvStore>group.store
+    cdef const int32_t* ids = want.ids
+    cdef Py_ssize_t i, n_placed
+    if store.debug:
+        store.erase(ids, want.n)
+    for i in range(n):
+        n_placed = group.growths[i].n_copies + group.growths[i].n_missing
+        (<PagedKvCache>group.caches[i]).place(store, &group.growths[i], ids)
+        ids += n_placed
+
+
+cdef object exhausted(const Group* groups, int n_groups, Py_ssize_t n, int short):
+    """The error for a batch that does not fit. What it would hold if all others let go is counted only now.
+
+    Told of the store that is short, with what the other ones need of the budget taken off.
+    """
+    cdef PagedKvStore store = <PagedKvStore>groups[short].store
+    cdef Py_ssize_t needed = 0, alone = 0, elsewhere_now = 0, elsewhere_ever = 0, block_bytes = store.blocks.block_bytes
+    cdef Py_ssize_t needed_there, alone_there
+    cdef int g
+    for g in range(n_groups):
+        measure_alone(&groups[g], n, &needed_there, &alone_there)
+        if g == short:
+            needed, alone = needed_there, alone_there
+        else:
+            elsewhere_now += needed_there * (<PagedKvStore>groups[g].store).blocks.block_bytes
+            elsewhere_ever += alone_there * (<PagedKvStore>groups[g].store).blocks.block_bytes
+    return store.exhausted(needed, alone - needed, elsewhere_now, elsewhere_ever)
+
+
+cdef int measure_alone(const Group* group, Py_ssize_t n, Py_ssize_t* needed, Py_ssize_t* alone) except -1:
+    """Blocks that a batch needs now in a store, and those that it would hold then if all others had let go."""
+    cdef PagedKvStore store = <PagedKvStore>group.store
     cdef PagedKvCache cache
-    cdef Py_ssize_t i, j, alone = 0, size = store.block_size
+    cdef Growth growth
+    cdef Py_ssize_t i, j, size = store.block_size
     holders = Counter()
+    needed[0] = alone[0] = 0
     for i in range(n):
-        cache = <PagedKvCache>caches[i]
+        cache = <PagedKvCache>group.caches[i]
+        growth.n_new = group.growths[i].n_new
+        needed[0] += cache.measure(store, &growth)
+        alone[0] += growth.n_missing
         holders.update(cache.block_table[cache.n_dropped:].tolist())
-        alone += growths[i].n_missing
-    alone += len(holders)
+    alone[0] += len(holders)
     for i in range(n):
-        cache = <PagedKvCache>caches[i]
-        if growths[i].n_copies:
-            for j in range(cache.length // size, min(cache.n_blocks, blocks_for(cache.length + growths[i].n_new, size))):
-                alone += holders[cache.table[j]] > 1
-    return store.exhausted(needed, alone - needed)
-
-
-# What a sequence is to become.
-cdef struct Fork:
-    int32_t* table
-    Py_ssize_t n_blocks, n_dropped, length, block_size
-
-
-cdef int fork_all(tuple caches, tuple sources) except -1:
-    cdef Py_ssize_t i, n = len(caches), n_old = 0, n_new = 0
-    cdef PagedKvCache cache, source
-    cdef PagedKvStore old_store = None, new_store = None
-    cdef int32_t* retained = NULL
-    cdef int32_t* given_up = NULL
-    cdef Fork* forks = <Fork*>calloc(max(n, 1), sizeof(Fork))
-    cdef bint done = False
-    if forks is NULL:
-        raise MemoryError("cannot allocate the forks of a batch")
-    try:
-        for i in range(n):
-            cache, source = <PagedKvCache>caches[i], <PagedKvCache>sources[i]
-            # As the source is now: it may be a fork of another one itself.
-            forks[i].n_blocks = blocks_for(source.length, source.block_size)
-            forks[i].n_dropped = min(source.n_dropped, forks[i].n_blocks)
-            forks[i].length = source.length
-            forks[i].block_size = source.block_size
-            forks[i].table = new_table(forks[i].n_blocks)
-            copy_ids(forks[i].table, source.table, forks[i].n_blocks)
-            n_new += forks[i].n_blocks - forks[i].n_dropped
-            n_old += cache.n_blocks - cache.n_dropped
-            old_store = cache.store if cache.n_blocks else old_store
-            new_store = source.store if source.n_blocks else new_store
-        retained, given_up = new_table(n_new), new_table(n_old)
-        n_new = n_old = 0
-        for i in range(n):
-            cache = <PagedKvCache>caches[i]
-            copy_ids(&retained[n_new], &forks[i].table[forks[i].n_dropped], forks[i].n_blocks - forks[i].n_dropped)
-            n_new += forks[i].n_blocks - forks[i].n_dropped
-            copy_ids(&given_up[n_old], &cache.table[cache.n_dropped], cache.n_blocks - cache.n_dropped)
-            n_old += cache.n_blocks - cache.n_dropped
-        if n_new and new_store.blocks.retain(retained, n_new) >= 0:
-            raise OverflowError("caches: a block has as many holders as can be counted")
-        if n_old:
-            try:
-                old_store.give_back(given_up, n_old)
-            except BaseException:
-                if n_new:
-                    new_store.blocks.give_back(retained, n_new)
-                raise
-        for i in range(n):
-            (<PagedKvCache>caches[i]).become(
-                new_store, forks[i].table, forks[i].n_blocks, forks[i].n_dropped, forks[i].length, forks[i].block_size)
-        done = True
-    finally:
-        for i in range(0 if done else n):
-            free(forks[i].table)
-        free(forks)
-        free(retained)
-        free(given_up)
+        cache = <PagedKvCache>group.caches[i]
+        if group.growths[i].n_new:
+            for j in range(cache.length // size, min(cache.n_blocks, blocks_for(cache.length + group.growths[i].n_new, size))):
+                alone[0] += holders[cache.table[j]] > 1
     return 0
 
 

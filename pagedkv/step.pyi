@@ -1,5 +1,5 @@
 from collections.abc import Iterable
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import Literal, SupportsIndex, TypeAlias, overload
 
 import numpy as np
@@ -7,6 +7,7 @@ import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
 from pagedkv._arrays import _Flag, _Floats, _Ints, _Real, _Rows
+from pagedkv._groups import _Groups, _Sequence
 from pagedkv.sequence import PagedKvCache
 from pagedkv.store import PagedKvStore
 
@@ -15,7 +16,7 @@ _Out: TypeAlias = npt.NDArray[np.float32]
 @disjoint_base
 class Step:
     @property
-    def store(self) -> PagedKvStore: ...
+    def store(self) -> PagedKvStore | _Groups: ...
     @property
     def query_lens(self) -> tuple[int, ...]: ...
     @property
@@ -28,8 +29,8 @@ class Step:
     def new_blocks(self) -> int: ...
     def __new__(
         cls,
-        store: PagedKvStore,
-        caches: PagedKvCache | Iterable[PagedKvCache],
+        store: PagedKvStore | _Groups,
+        caches: PagedKvCache | _Sequence | Iterable[PagedKvCache | _Sequence],
         query_lens: SupportsIndex | _Ints = 1,
         *,
         n_threads: SupportsIndex | None = None,
@@ -51,7 +52,7 @@ class Step:
         q: _Floats,
         *,
         scale: _Real | None = None,
-        window: SupportsIndex | None = None,
+        window: SupportsIndex | EllipsisType | None = ...,
         softcap: _Real | None = None,
         sinks: _Floats | None = None,
         alibi_slopes: _Floats | None = None,
@@ -66,7 +67,7 @@ class Step:
         q: _Floats,
         *,
         scale: _Real | None = None,
-        window: SupportsIndex | None = None,
+        window: SupportsIndex | EllipsisType | None = ...,
         softcap: _Real | None = None,
         sinks: _Floats | None = None,
         alibi_slopes: _Floats | None = None,
@@ -81,7 +82,7 @@ class Step:
         q: _Floats,
         *,
         scale: _Real | None = None,
-        window: SupportsIndex | None = None,
+        window: SupportsIndex | EllipsisType | None = ...,
         softcap: _Real | None = None,
         sinks: _Floats | None = None,
         alibi_slopes: _Floats | None = None,

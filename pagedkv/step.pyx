@@ -1,8 +1,8 @@
-"""Step: one forward pass of a batch as a transaction.
+"""Step: one forward pass of a batch as a transaction, over one store or over all KV-cache groups of a model.
 
-While a step is open its caches are held by their guards, and what it took is out of sight: a `Growth` of each sequence, of
-whose table the step reads and writes. Committing makes these the sequences', which cannot fail; rolling back gives the blocks
-back.
+While a step is open its caches are held by their guards, and what it took is out of sight: a `Growth` of each sequence in
+each store, of whose table the step reads and writes. Committing makes these the sequences', which cannot fail; rolling back
+gives the blocks back.
 """
 
 cimport cython
@@ -11,13 +11,14 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
 from pagedkv._arrays cimport as_index, as_thread_count, empty_slots
+from pagedkv._groups cimport as_distinct_sequences, as_stores, members_of, places_of, windows_of
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
 from pagedkv._kernels.rows cimport GivenRows
 from pagedkv._rows cimport BlockRows
-from pagedkv.attention cimport Asked, as_asked, as_distinct_caches, as_query_lens, attend, view_layer
-from pagedkv.sequence cimport Growth, PagedKvCache, stage
-from pagedkv.store cimport PagedKvStore, as_store
+from pagedkv.attention cimport Asked, as_asked, as_query_lens, attend, view_layer
+from pagedkv.sequence cimport Group, Growth, PagedKvCache, stage
+from pagedkv.store cimport PagedKvStore
 
 import numpy as np
 
@@ -37,9 +38,10 @@ cdef class Step:
 
     Parameters
     ----------
-    store : PagedKvStore
-    caches : PagedKvCache, or an iterable of them
-        The batch, in the order of its rows; each cache once.
+    store : PagedKvStore or ModelStores
+        One store, or those of a model, whose layers `write` and `attend` then name by the model's numbers.
+    caches : PagedKvCache or ModelSequence, or an iterable of them
+        The batch, in the order of its rows; each sequence once.
     query_lens : int, or a sequence or integer array of them ``[len(caches)]``, optional
         New positions of each sequence, 0 or more: 1 is decode, more is prefill. One number stands for all.
     n_threads : int, optional
@@ -47,7 +49,8 @@ cdef class Step:
 
     Attributes
     ----------
-    store : PagedKvStore
+    store : PagedKvStore or ModelStores
+        As given.
     query_lens : tuple of int
         One for each sequence.
     n_rows : int
@@ -58,7 +61,7 @@ cdef class Step:
     TypeError, ValueError
         From the constructor: no caches, lengths that do not match, the same cache twice.
     PagedStoreExhausted
-        On entering: the store has too few free blocks. Nothing was changed.
+        On entering: a store has too few free blocks. Nothing was changed in any of them.
     ValueError, RuntimeError
         On entering: a cache of another store, or one that is in use.
 
@@ -84,37 +87,53 @@ cdef class Step:
     """
 
     cdef object __weakref__
-    cdef readonly PagedKvStore store
+    cdef readonly object store
     cdef readonly tuple query_lens
     cdef readonly Py_ssize_t n_rows
-    cdef tuple caches               # a tuple: the collector does not empty it under an open step
-    cdef Py_ssize_t n_caches
+    cdef tuple stores               # one for each group
+    cdef tuple places, windows      # of a model's layers; None for a store's own
+    cdef tuple caches               # group by group; a tuple: the collector does not empty it under an open step
+    cdef int n_groups
+    cdef Py_ssize_t n_caches        # of a group
+    cdef Py_ssize_t n_layers        # of all groups
     cdef int n_threads
     cdef State state
     cdef bint laid_out              # the spans and slots below are there
     cdef bint busy                  # a write or attend is running
-    cdef PyObject** members         # the same, borrowed
-    cdef Growth* growths
+    cdef Group* groups
+    cdef PyObject** members         # the caches, borrowed
+    cdef Growth* growths            # and of each of them
     cdef QuerySpan* spans
-    cdef PlanShelf plans            # made once, for all layers of one kind
+    cdef PlanShelf* plans           # of each group, made once for all its layers of one kind
     cdef Py_ssize_t n_taken         # blocks
-    cdef int64_t[::1] slots         # where each new row goes: its row number in the store
+    cdef int64_t[::1] slots         # where each new row goes in each group: its row number in the store
     cdef unsigned char[::1] written  # layers
 
     def __cinit__(self, store, caches, query_lens=1, *, n_threads=None):
-        self.store = as_store(store)
-        self.caches = as_distinct_caches(caches)
-        self.n_caches = len(self.caches)
+        self.store = store
+        self.stores = as_stores(store)
+        self.places = places_of(store)
+        self.windows = windows_of(store)
+        self.n_groups = <int>len(self.stores)
+        sequences = as_distinct_sequences(caches, self.n_groups)
+        self.n_caches = len(sequences)
+        self.caches = members_of(sequences, self.n_groups)
         self.query_lens = as_query_lens(query_lens, self.n_caches)
         self.n_rows = sum(self.query_lens)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
-        self.written = bytearray(self.store.n_layers)
+        self.n_layers = (<PagedKvStore>self.stores[0]).n_layers if self.places is None else len(self.places)
+        self.written = bytearray(self.n_layers)
         self.state = READY
 
     def __dealloc__(self):
+        cdef int g
         if self.state == OPEN:
             self.undo()
-        free_plans(&self.plans)
+        if self.plans is not NULL:
+            for g in range(self.n_groups):
+                free_plans(&self.plans[g])
+        free(self.plans)
+        free(self.groups)
         free(self.members)
         free(self.growths)
         free(self.spans)
@@ -123,7 +142,7 @@ cdef class Step:
         """Take the blocks of all new positions, all or none; returns the step."""
         self.open()
         try:
-            self.store.after_change()
+            self.after_change()
         except BaseException:
             self.undo()
             raise
@@ -148,12 +167,12 @@ cdef class Step:
         """
         self.begin_call()  # and never ended: no call comes after it
         cdef Py_ssize_t layer
-        for layer in range(self.store.n_layers if self.n_rows else 0):
+        for layer in range(self.n_layers if self.n_rows else 0):
             if not self.written[layer]:
                 self.undo()
                 raise RuntimeError(f"step: layer {layer} was not written; everything was rolled back")
         self.apply()
-        self.store.after_change()
+        self.after_change()
 
     def rollback(self):
         """End the step now, and leave every sequence as it was.
@@ -165,7 +184,7 @@ cdef class Step:
         """
         self.begin_call()
         self.undo()
-        self.store.after_change()
+        self.after_change()
 
     # --- what a forward pass asks ---
 
@@ -186,7 +205,7 @@ cdef class Step:
 
     @property
     def new_blocks(self):
-        """Blocks that the step took from the store."""
+        """Blocks that the step took, of all stores together."""
         self.check_opened()
         return self.n_taken
 
@@ -196,7 +215,7 @@ cdef class Step:
         Parameters
         ----------
         layer : int
-            0 to ``n_layers - 1``, in any order.
+            0 to ``n_layers - 1``, in any order. In a step over a model's stores, the model's number.
         k, v : array, float32
             ``[n_rows, width]`` or ``[n_rows, n_kv_heads, head_dim]``: the rows of all sequences, one
             after the other. Writing a layer again replaces its rows. 16-bit rows as for `PagedKvCache.push`.
@@ -208,21 +227,24 @@ cdef class Step:
         RuntimeError
             The step is not open, or another call on it is running.
         """
-        cdef PagedKvStore store = self.store
-        cdef Py_ssize_t index = as_index(layer, "layer", store.n_layers)
+        cdef Py_ssize_t number = as_index(layer, "layer", self.n_layers), index
+        cdef int g = self.locate(number, &index)
+        cdef PagedKvStore store = <PagedKvStore>self.stores[g]
         cdef BlockRows k_rows = store.k, v_rows = store.v
         if not store.holds(k, v, 1, self.n_rows):
             k = store.given_k(k, 1, self.n_rows)
             v = store.given_v(v, 1, self.n_rows, k)
         cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
+        cdef int64_t[::1] slots
         self.begin_call()
+        slots = self.slots[g * self.n_rows:(g + 1) * self.n_rows]
         with nogil:
-            k_rows.scatter(index, k_given, self.slots, self.n_rows, self.n_threads)
-            v_rows.scatter(index, v_given, self.slots, self.n_rows, self.n_threads)
-        self.written[index] = 1
+            k_rows.scatter(index, k_given, slots, self.n_rows, self.n_threads)
+            v_rows.scatter(index, v_given, slots, self.n_rows, self.n_threads)
+        self.written[number] = 1
         self.busy = False
 
-    def attend(self, layer, q, *, scale=None, window=None, softcap=None, sinks=None,
+    def attend(self, layer, q, *, scale=None, window=..., softcap=None, sinks=None,
                alibi_slopes=None, causal=True, out=None, return_lse=False):
         """Attention of the new rows over their sequences, the new rows included.
 
@@ -232,7 +254,9 @@ cdef class Step:
             A layer that was written.
         q : array, float32
             ``[n_rows, n_q_heads, head_dim]``; ``n_q_heads`` is a multiple of ``n_kv_heads``.
-        scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse
+        window : int or None, optional
+            As for `paged_attention`. Without it that of the layer, where a model's stores say one, and else None.
+        scale, softcap, sinks, alibi_slopes, causal, out, return_lse
             As for `paged_attention`.
 
         Returns
@@ -247,16 +271,19 @@ cdef class Step:
         RuntimeError
             The step is not open, the layer was not written yet, or another call on the step is running.
         """
-        cdef Py_ssize_t index = as_index(layer, "layer", self.store.n_layers)
+        cdef Py_ssize_t number = as_index(layer, "layer", self.n_layers), index
+        cdef int g = self.locate(number, &index)
+        cdef PagedKvStore store = <PagedKvStore>self.stores[g]
         cdef Asked asked = as_asked(
-            q, self.store.head_dim, scale, window, softcap, sinks, alibi_slopes, causal, out, return_lse)
+            q, store.head_dim, scale, self.windows[g] if window is ... else window, softcap, sinks, alibi_slopes, causal, out,
+            return_lse)
         cdef KvView kv
         self.begin_call()
         try:
-            if not self.written[index] and self.n_rows:
-                raise RuntimeError(f"step: layer {index} was not written yet")
-            view_layer(&kv, self.store, index)
-            return attend(asked, &kv, &self.plans, self.spans, self.n_caches, self.n_rows, self.n_threads)
+            if not self.written[number] and self.n_rows:
+                raise RuntimeError(f"step: layer {number} was not written yet")
+            view_layer(&kv, store, index)
+            return attend(asked, &kv, &self.plans[g], &self.spans[g * self.n_caches], self.n_caches, self.n_rows, self.n_threads)
         finally:
             self.busy = False
 
@@ -267,29 +294,28 @@ cdef class Step:
     # --- the transaction ---
 
     cdef int open(self) except -1:
-        cdef PagedKvStore store = self.store
         cdef PagedKvCache cache
-        cdef Py_ssize_t i, n_locked = 0
+        cdef Py_ssize_t i, n_locked = 0, n = self.n_groups * self.n_caches
         with cython.critical_section(self):
             ready = self.state == READY
             if ready:
                 self.state = ROLLED_BACK  # until all is done; a step is opened once
         if not ready:
             raise RuntimeError("step: was opened before; make a new one for each forward pass")
-        self.members = <PyObject**>calloc(max(self.n_caches, 1), sizeof(PyObject*))
-        self.growths = <Growth*>calloc(max(self.n_caches, 1), sizeof(Growth))
-        self.spans = <QuerySpan*>calloc(max(self.n_caches, 1), sizeof(QuerySpan))
-        if self.members is NULL or self.growths is NULL or self.spans is NULL:
-            raise MemoryError("step: cannot allocate the plan of the batch")
-        store.end_terms_if_short(self.n_rows + 2 * self.n_caches * store.block_size)
+        self.make_groups()
+        for store in self.stores:
+            (<PagedKvStore>store).end_terms_if_short(self.n_rows + 2 * self.n_caches * (<PagedKvStore>store).block_size)
         try:
-            for i in range(self.n_caches):
+            for i in range(n):
                 cache = <PagedKvCache>self.caches[i]
-                cache.begin_write(store)
+                cache.begin_write(<PagedKvStore>self.stores[i // self.n_caches])
                 n_locked += 1
                 self.members[i] = <PyObject*>cache
-                self.growths[i].n_new = self.query_lens[i]
-            self.n_taken = stage(store, self.members, self.n_caches, self.growths)
+                self.growths[i].n_new = self.query_lens[i % self.n_caches]
+                if cache.length != (<PagedKvCache>self.members[i % self.n_caches]).length:
+                    raise ValueError(f"caches[{i % self.n_caches}]: expected as many positions in each store, got "
+                                     f"{(<PagedKvCache>self.members[i % self.n_caches]).length} and {cache.length}")
+            self.n_taken = stage(self.groups, self.n_groups, self.n_caches)
             self.lay_out()
         except BaseException:
             for i in range(n_locked):
@@ -298,24 +324,41 @@ cdef class Step:
         self.state = OPEN
         return 0
 
+    cdef int make_groups(self) except -1:
+        cdef Py_ssize_t n = max(self.n_groups * self.n_caches, 1)
+        cdef int g
+        self.groups = <Group*>calloc(self.n_groups, sizeof(Group))
+        self.plans = <PlanShelf*>calloc(self.n_groups, sizeof(PlanShelf))
+        self.members = <PyObject**>calloc(n, sizeof(PyObject*))
+        self.growths = <Growth*>calloc(n, sizeof(Growth))
+        self.spans = <QuerySpan*>calloc(n, sizeof(QuerySpan))
+        if (self.groups is NULL or self.plans is NULL or self.members is NULL or self.growths is NULL
+                or self.spans is NULL):
+            raise MemoryError("step: cannot allocate the plan of the batch")
+        for g in range(self.n_groups):
+            self.groups[g].store = <PyObject*>self.stores[g]
+            self.groups[g].caches = &self.members[g * self.n_caches]
+            self.groups[g].growths = &self.growths[g * self.n_caches]
+        return 0
+
     cdef int lay_out(self) except -1:
         """Number the new rows; where there is no memory for that, nothing was staged."""
-        cdef Py_ssize_t size = self.store.block_size
+        cdef Py_ssize_t size = (<PagedKvStore>self.stores[0]).block_size
         cdef PagedKvCache cache
         cdef QuerySpan* span
         cdef Py_ssize_t i, p, row = 0
         try:
-            self.slots = empty_slots(self.n_rows)
+            self.slots = empty_slots(self.n_groups * self.n_rows)
         except BaseException:
             self.rollback_all()
             raise
-        for i in range(self.n_caches):
+        for i in range(self.n_groups * self.n_caches):
             cache = <PagedKvCache>self.caches[i]
             span = &self.spans[i]
             span.table = self.growths[i].table
             span.query_len = self.growths[i].n_new
             span.seq_len = cache.length + span.query_len
-            span.first_row = row
+            span.first_row = row - i // self.n_caches * self.n_rows
             span.first_position = cache.n_dropped * size
             for p in range(cache.length, span.seq_len):
                 self.slots[row] = <int64_t>span.table[p // size] * size + p % size
@@ -326,9 +369,9 @@ cdef class Step:
     cdef void apply(self) noexcept:
         cdef PagedKvCache cache
         cdef Py_ssize_t i
-        for i in range(self.n_caches):
+        for i in range(self.n_groups * self.n_caches):
             cache = <PagedKvCache>self.caches[i]
-            cache.commit(self.store, &self.growths[i], self.growths[i].n_new)
+            cache.commit(<PagedKvStore>self.stores[i // self.n_caches], &self.growths[i], self.growths[i].n_new)
             cache.end_write()
         self.state = COMMITTED
 
@@ -336,13 +379,28 @@ cdef class Step:
         cdef Py_ssize_t i
         self.state = ROLLED_BACK
         self.rollback_all()
-        for i in range(self.n_caches):
+        for i in range(self.n_groups * self.n_caches):
             (<PagedKvCache>self.caches[i]).end_write()
 
     cdef void rollback_all(self) noexcept:
         cdef Py_ssize_t i
-        for i in range(self.n_caches - 1, -1, -1):  # so that blocks are handed out again in their order
-            (<PagedKvCache>self.caches[i]).rollback(self.store, &self.growths[i])
+        for i in range(self.n_groups * self.n_caches - 1, -1, -1):  # so that blocks are handed out again in their order
+            (<PagedKvCache>self.caches[i]).rollback(<PagedKvStore>self.stores[i // self.n_caches], &self.growths[i])
+
+    cdef int after_change(self) except -1:
+        for store in self.stores:
+            (<PagedKvStore>store).after_change()
+        return 0
+
+    cdef int locate(self, Py_ssize_t layer, Py_ssize_t* index) except -1:
+        """The group of a layer, and its number there."""
+        cdef Py_ssize_t g = 0
+        index[0] = layer
+        if self.places is not None:
+            g, index[0] = self.places[layer]
+            if not (0 <= g < self.n_groups and 0 <= index[0] < (<PagedKvStore>self.stores[g]).n_layers):
+                raise IndexError(f"layer: {layer} is in no store, places has {self.places[layer]} for it")
+        return <int>g
 
     cdef int begin_call(self) except -1:
         """One call at a time, and only while the step is open."""

@@ -35,8 +35,9 @@ cdef class PagedKvStore:
     cdef int end_terms(self) except -1
     # The same where so many new positions of a sequence could need more blocks than are free.
     cdef int end_terms_if_short(self, Py_ssize_t n_new) except -1
-    # The error tells what was asked in vain. `held`: what the asking sequences hold already.
-    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held)
+    # The error tells what was asked in vain. `held`: what the asking sequences hold already; `elsewhere`: bytes that they
+    # need in other stores of the budget beside it, and those that they hold there with these.
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held, Py_ssize_t elsewhere=*, Py_ssize_t most_elsewhere=*)
     # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
     # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
     cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept

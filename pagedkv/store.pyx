@@ -581,8 +581,13 @@ prefault=False, debug=False)\n--\n
                 prefixes._end_terms()
         return 0
 
-    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held):
-        return PagedStoreExhausted(needed, self.blocks.n_free(), self.blocks.n_most(), held, self.blocks.count_evictable())
+    cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held, Py_ssize_t elsewhere=0, Py_ssize_t most_elsewhere=0):
+        cdef BlockAllocator blocks = self.blocks
+        cdef Py_ssize_t room = self.budget.account.limit - self.budget.account.used - elsewhere
+        cdef Py_ssize_t most = self.budget.account.limit - most_elsewhere
+        return PagedStoreExhausted(
+            needed, min(blocks.n_unheld(), max(room, 0) // blocks.block_bytes), min(blocks.total, max(most, 0) // blocks.block_bytes),
+            held, self.budget.count_evictable() // blocks.block_bytes)
 
     cdef int know_prefixes(self, object prefixes) except -1:
         reference = weakref.ref(prefixes)

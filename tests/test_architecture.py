@@ -26,6 +26,8 @@ FLOORS = [
     ["store", "cpu"],
     ["contiguous"],
     ["sequence"],
+    ["_batch"],  # several sequences change together
+    ["_groups"],  # a store and its sequences, or a model's: one form for both
     ["attention"],
     ["step", "prefix", "beams"],
     ["admission"],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from pagedkv import PagedKvCache, Step
-from pagedkv.sequence import truncate_all
+from pagedkv._batch import truncate_all
 from pagedkv.serving.stores import LayerGroup, ModelStores
 
 
