@@ -694,9 +694,7 @@ cdef class PagedKvCache:
         """A store in debug mode checks its books, and that this table is among them."""
         if store.debug:
             store.check((self,))
-        if store.is_over():
-            store.after_change()
-        return 0
+        return store.after_change() if store.is_over() else 0
 
     # --- changing hands ---
 
@@ -713,9 +711,7 @@ cdef class PagedKvCache:
 
     cdef int prepare_fork(self, Fork* fork) except -1:
         cdef Py_ssize_t n
-        if self.store is None and self.n_blocks:
-            raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
-                               "name it in adopt_blocks(..., store=store)")
+        self.check_own()
         fork.store = <PyObject*>self.store
         fork.n_blocks = blocks_for(self.length, self.block_size)
         fork.n_dropped = min(self.n_dropped, fork.n_blocks)
