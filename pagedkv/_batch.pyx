@@ -60,16 +60,18 @@ cdef void unlock(tuple caches, Py_ssize_t n) noexcept:
 
 
 def truncate_all(tuple caches not None, new_len):
-    """Cut each to so many positions, if it has more; None: to those that it has. Reserved blocks are given back."""
+    """Cut each that has more to so many positions, with its reserved blocks; None: give back these of each."""
     cdef Py_ssize_t n = MAX_POSITIONS if new_len is None else as_size(new_len, "new_len", 0, MAX_POSITIONS), i
     cdef PagedKvCache cache
     lock_all(caches)
     try:
         for cache in caches:
-            if cache.n_dropped * cache.block_size > n:
+            if cache.length > n and cache.n_dropped * cache.block_size > n:
                 raise ValueError(f"new_len: expected {cache.first_position} or more, what the windows have left, got {n}")
         for i in range(len(caches)):
-            (<PagedKvCache>caches[i]).cut(min(n, (<PagedKvCache>caches[i]).length))
+            cache = <PagedKvCache>caches[i]
+            if new_len is None or cache.length > n:
+                cache.cut(min(n, cache.length))
     finally:
         unlock(caches, len(caches))
 

@@ -857,7 +857,7 @@ cdef object exhausted(const Group* groups, int n_groups, Py_ssize_t n, int short
     Told of the store that is short, with what the other ones need of the budget taken off.
     """
     cdef PagedKvStore store = <PagedKvStore>groups[short].store
-    cdef Py_ssize_t needed = 0, alone = 0, elsewhere_now = 0, elsewhere_ever = 0, block_bytes = store.blocks.block_bytes
+    cdef Py_ssize_t needed = 0, alone = 0, elsewhere_now = 0, elsewhere_ever = 0
     cdef Py_ssize_t needed_there, alone_there
     cdef int g
     for g in range(n_groups):

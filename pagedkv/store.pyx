@@ -586,8 +586,8 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t room = self.budget.account.limit - self.budget.account.used - elsewhere
         cdef Py_ssize_t most = self.budget.account.limit - most_elsewhere
         return PagedStoreExhausted(
-            needed, min(blocks.n_unheld(), max(room, 0) // blocks.block_bytes), min(blocks.total, max(most, 0) // blocks.block_bytes),
-            held, self.budget.count_evictable() // blocks.block_bytes)
+            needed, min(blocks.n_unheld(), max(room, 0) // blocks.block_bytes),
+            min(blocks.total, max(most, 0) // blocks.block_bytes), held, self.budget.count_evictable() // blocks.block_bytes)
 
     cdef int know_prefixes(self, object prefixes) except -1:
         reference = weakref.ref(prefixes)

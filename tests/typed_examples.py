@@ -264,7 +264,7 @@ def example_step() -> None:
         assert_type(step.seq_lens, tuple[int, ...])
         assert_type(step.n_rows, int)
         assert_type(step.new_blocks, int)
-        assert_type(step.store, pagedkv.PagedKvStore)
+        assert step.store is store
         for layer in range(2):
             step.write(layer, ones(4, 16), ones(4, 2, 8))
             assert_type(step.attend(layer, ones(4, 4, 8), scale=0.5, window=3, out=ones(4, 4, 8)), Floats)
