@@ -61,13 +61,13 @@ cdef void unlock(tuple caches, Py_ssize_t n) noexcept:
 
 def truncate_all(tuple caches not None, new_len):
     """Cut each that has more to so many positions, with its reserved blocks; None: give back these of each."""
-    cdef Py_ssize_t n = MAX_POSITIONS if new_len is None else as_size(new_len, "new_len", 0, MAX_POSITIONS), i
+    cdef Py_ssize_t n = MAX_POSITIONS if new_len is None else as_size(new_len, "n_positions", 0, MAX_POSITIONS), i
     cdef PagedKvCache cache
     lock_all(caches)
     try:
         for cache in caches:
             if cache.length > n and cache.n_dropped * cache.block_size > n:
-                raise ValueError(f"new_len: expected {cache.first_position} or more, what the windows have left, got {n}")
+                raise ValueError(f"n_positions: expected {cache.first_position} or more, what the windows have left, got {n}")
         for i in range(len(caches)):
             cache = <PagedKvCache>caches[i]
             if new_len is None or cache.length > n:
