@@ -101,3 +101,11 @@ def as_ttl(ttl: float | None) -> float | None:
     if math.isnan(seconds) or seconds <= 0:
         raise ValueError(f"ttl: expected more than 0 seconds, got {seconds}")
     return seconds
+
+
+def as_share(value: float, name: str) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}: expected a number from 0 to 1, got {type(value).__name__}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}")
+    return float(value)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, SupportsIndex
 
-from pagedkv._keys import Tokens, as_count, as_token_ids
+from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import with_field_docs
@@ -59,6 +59,9 @@ class Waiting:
     cache : PagedKvCache, optional
         A sequence that holds blocks already, such as a fork, and is not looked up. The positions above count from
         its beginning; a shared block that has to be copied first counts as one that is needed.
+    first_position : int, optional
+        Positions before it that are known are given back at once, as a window leaves them behind: whole blocks of them
+        can be evicted again, and do not count among the most that it holds.
 
     Notes
     -----
@@ -79,6 +82,7 @@ class Waiting:
     n_most: SupportsIndex | None = None
     namespace: bytes | None = None
     cache: PagedKvCache | None = None
+    first_position: SupportsIndex = 0
 
 
 @with_field_docs
@@ -293,6 +297,7 @@ def _demand(store: PagedKvStore, prefix: PrefixCache | None, request: Waiting) -
     n_positions = len(ids) if request.n_positions is None else as_count(request.n_positions, "n_positions")
     n_most = n_positions if request.n_most is None else as_count(request.n_most, "n_most")
     n_most = max(n_most, n_positions, len(ids))
+    first = as_count(request.first_position, "first_position")
     cache = request.cache
     if cache is not None and not isinstance(cache, PagedKvCache):
         raise TypeError(f"cache: expected a PagedKvCache or None, got {type(cache).__name__}")
@@ -301,7 +306,7 @@ def _demand(store: PagedKvStore, prefix: PrefixCache | None, request: Waiting) -
         return n_blocks, -(-(n_most - cache.first_position) // size), cache.seq_len, set()
     if prefix is None:
         return -(-n_positions // size), -(-n_most // size), 0, set()
-    n_reused = prefix.match(ids, namespace=request.namespace)
-    shared = prefix.match_blocks(ids, namespace=request.namespace)
-    found = {block for block in shared.tolist() if prefix.is_evictable(block)}
-    return max(0, -(-n_positions // size) - len(shared)), -(-n_most // size), n_reused, found
+    n_reused, shared, idle = prefix._look_up(ids, as_namespace(request.namespace))
+    n_dropped = min(first, n_reused) // size
+    found = set(shared[n_dropped:][idle[n_dropped:]].tolist())
+    return max(0, -(-n_positions // size) - len(shared)), -(-n_most // size) - n_dropped, n_reused, found

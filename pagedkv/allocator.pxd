@@ -4,6 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
 from pagedkv._radix.order cimport radix_recount
+from pagedkv._radix.tree cimport Insertion
 
 # Fills a block of the owner's with what nobody may read.
 ctypedef void (*Erase)(void* owner, int32_t id) noexcept
@@ -83,6 +84,8 @@ cdef class BlockAllocator:
         return 0 if self.tree is NULL else self.tree.n_evictable
 
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept
+    # The same, for what can be done without: a refusal is not counted.
+    cdef bint try_take(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef inline void recount(self, int32_t id, int32_t before, int32_t after) noexcept:
@@ -105,14 +108,21 @@ cdef class BlockAllocator:
     cdef void know_nothing(self) noexcept
     # How many of the tokens are known; their blocks go to a table, if there is one, which are as many as they need.
     cdef Py_ssize_t match(self, Key key, int32_t* table) noexcept
-    # The same for a sequence to start on. The blocks have one more holder. Where the last one is known in part, `tail` is
-    # a block to copy it to, held once; without one to be had, that part does not count. MemoryError, OverflowError.
-    cdef Py_ssize_t share(self, Key key, Py_ssize_t n_asked, int32_t* table, int32_t* tail) except -1
-    # How many blocks of a table were new under these tokens, and are held from now on; -3 where the mark, after which the
-    # tokens come, stands for nothing any more. MemoryError, ValueError.
-    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark) except -1
+    # The same for a sequence to start on: each of the blocks has one more holder. OverflowError. What comes of it in the
+    # end is a use of what the key says, of `n_asked` tokens.
+    cdef Py_ssize_t hold(self, Key key, int32_t* table) except -1
+    cdef void use(self, Key key, Py_ssize_t n_asked) noexcept
+    # Of these blocks, those that could be given up now: a mark for each, 0 or 1.
+    cdef void mark_idle(self, const int32_t* ids, Py_ssize_t n, unsigned char* marks) noexcept
+    # How many blocks of a table are new under these tokens; -3 where the mark, which tokens and table follow, stands for
+    # nothing any more. All that can fail, and changes nothing: MemoryError, ValueError.
+    cdef Py_ssize_t prepare_insert(self, Key key, const int32_t* table, int64_t priority, double expires,
+                                   const Mark* mark, Insertion* insertion) except -1
+    # The same, and they are held from now on. What other threads have left no memory for meanwhile is given up at once.
+    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
+                           Insertion* insertion) noexcept
     # How many blocks went.
-    cdef Py_ssize_t evict(self, Py_ssize_t n, bint all_or_none) noexcept
+    cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept
     cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept
     cdef Py_ssize_t clear(self, const Key* key) noexcept
     # For whom the prefix cache may go at any time.

@@ -29,10 +29,10 @@ from libc.string cimport memcpy
 from pagedkv._arrays cimport as_index, empty_ids
 from pagedkv._radix.faults cimport radix_fault
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree, radix_free, radix_new
-from pagedkv._radix.order cimport radix_end_terms, radix_goes_before, radix_is_idle, radix_kind
+from pagedkv._radix.order cimport UNKNOWN, radix_end_terms, radix_goes_before, radix_is_idle, radix_kind
 from pagedkv._radix.tree cimport (
-    Cut, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_match, radix_prepare_use,
-    radix_use)
+    Insertion, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_is_prepared,
+    radix_match, radix_prepare_insert, radix_use)
 
 from collections import Counter
 
@@ -179,6 +179,12 @@ cdef class BlockAllocator:
         cdef Want want = Want(<PyObject*>self, ids, n)
         return (<ByteBudget>self.budget).take(&want, 1) < 0
 
+    cdef bint try_take(self, int32_t* ids, Py_ssize_t n) noexcept:
+        cdef bint enough
+        with cython.critical_section(<object>self.budget):
+            enough = self.take_locked(ids, n)
+        return enough
+
     cdef bint take_locked(self, int32_t* ids, Py_ssize_t n) noexcept:
         cdef Want want = Want(<PyObject*>self, ids, n)
         return (<ByteBudget>self.budget).take_locked(&want, 1) < 0
@@ -323,48 +329,55 @@ cdef class BlockAllocator:
             n = radix_match(self.tree, key) if table is NULL else radix_blocks(self.tree, key, table)
         return n
 
-    cdef Py_ssize_t share(self, Key key, Py_ssize_t n_asked, int32_t* table, int32_t* tail) except -1:
-        cdef RadixTree* tree = self.tree
-        cdef Py_ssize_t n = -1, n_blocks, bad = -1
-        cdef Cut cut
-        tail[0] = -1
+    cdef Py_ssize_t hold(self, Key key, int32_t* table) except -1:
+        cdef Py_ssize_t n, bad
         with cython.critical_section(<object>self.budget):
-            if radix_prepare_use(tree, key, &cut) == 0:
-                n = radix_blocks(tree, key, table)
-                n_blocks = (n + tree.block_size - 1) // tree.block_size
-                bad = self.retain_locked(table, n_blocks)
-                if bad < 0:
-                    radix_use(tree, &cut)
-                    if n % tree.block_size and not self.take_locked(tail, 1):
-                        tail[0] = -1
-                        self.give_back_locked(&table[n_blocks - 1], 1)
-                        n -= n % tree.block_size
-                    tree.hit_tokens += n
-                    tree.missed_tokens += n_asked - n
-                else:
-                    radix_drop(&cut)
-        if n < 0:
-            raise MemoryError("cannot allocate the books of a prefix")
+            n = radix_blocks(self.tree, key, table)
+            bad = self.retain_locked(table, (n + self.tree.block_size - 1) // self.tree.block_size)
         if bad >= 0:
             raise OverflowError(f"tokens: block {table[bad]} has as many holders as can be counted")
         return n
 
-    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark) except -1:
+    cdef void use(self, Key key, Py_ssize_t n_asked) noexcept:
+        with cython.critical_section(<object>self.budget):
+            radix_use(self.tree, key)
+            self.tree.hit_tokens += key.n
+            self.tree.missed_tokens += n_asked - key.n
+
+    cdef void mark_idle(self, const int32_t* ids, Py_ssize_t n, unsigned char* marks) noexcept:
+        cdef Py_ssize_t i
+        with cython.critical_section(<object>self.budget):
+            for i in range(n):
+                marks[i] = radix_is_idle(self.tree, ids[i])
+
+    cdef Py_ssize_t prepare_insert(self, Key key, const int32_t* table, int64_t priority, double expires,
+                                   const Mark* mark, Insertion* insertion) except -1:
         cdef Py_ssize_t n
         with cython.critical_section(<object>self.budget):
-            n = radix_insert(self.tree, key, table, priority, expires, mark)
+            n = radix_prepare_insert(self.tree, key, table, priority, expires, mark, insertion)
         if n == -1:
             raise MemoryError("cannot allocate the books of a prefix")
         if n == -2:
             raise ValueError("cache: a block has no holder left, or as many as can be counted")
         return n
 
-    cdef Py_ssize_t evict(self, Py_ssize_t n, bint all_or_none) noexcept:
-        cdef Py_ssize_t n_gone = 0
+    cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
+                           Insertion* insertion) noexcept:
+        cdef Py_ssize_t n
         with cython.critical_section(<object>self.budget):
-            if not all_or_none or n <= self.n_evictable():
-                n_gone = radix_evict(self.tree, n)
-                self.collect()
+            n = insertion.n_new
+            if not radix_is_prepared(self.tree, table, insertion):
+                radix_drop(insertion)
+                n = radix_prepare_insert(self.tree, key, table, priority, expires, mark, insertion)
+            if n >= 0:
+                radix_insert(self.tree, key, table, priority, expires, mark, insertion)
+        return max(n, 0)
+
+    cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t n_gone
+        with cython.critical_section(<object>self.budget):
+            n_gone = radix_evict(self.tree, n)
+            self.collect()
         return n_gone
 
     cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept:
@@ -466,7 +479,7 @@ cdef class BlockAllocator:
                 return b"block # has less than no holders"
             if self.counts[i] == 0:
                 n_zero += 1
-                if self.tree is not NULL and radix_kind(self.tree, <int32_t>i):
+                if self.tree is not NULL and radix_kind(self.tree, <int32_t>i) != UNKNOWN:
                     return b"block # is in the prefix cache and has no holder"
             elif i >= fresh:
                 return b"block # was never handed out and has holders"

@@ -2,18 +2,22 @@
 
 What it knows is in the books of the store's blocks (`BlockAllocator`), as a tree; here is what a caller gives and gets.
 Whatever may run the caller's code, or fail, comes first: the clock, the arrays, the numbers. Then the books change at once.
+
+A model's layers may be spread over several stores of one block size, each with its books: `attach_all` and `insert_all`
+change all of them or none. A store by itself is one of one.
 """
 
 cimport cython
 from libc.math cimport isnan
 from libc.stdint cimport int32_t, int64_t
-from libc.stdlib cimport free
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
-from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree
-from pagedkv._radix.order cimport radix_kind
-from pagedkv.sequence cimport PagedKvCache, new_table
+from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree, common
+from pagedkv._radix.order cimport UNPROTECTED, radix_kind
+from pagedkv._radix.tree cimport Insertion, radix_drop
+from pagedkv.sequence cimport PagedKvCache, blocks_for, new_table
 from pagedkv.store cimport PagedKvStore, as_store
 
 import sys
@@ -71,12 +75,6 @@ cdef class PrefixHandle:
 
     def __reduce__(self):
         raise TypeError("PrefixHandle: cannot be copied or pickled, it belongs to one sequence")
-
-
-cdef PrefixHandle as_handle(object handle):
-    if not isinstance(handle, PrefixHandle):
-        raise TypeError(f"handle: expected a PrefixHandle or None, got {describe(handle)}")
-    return <PrefixHandle>handle
 
 
 @cython.no_gc_clear  # the blocks go back to the store when the cache goes: it must still be there
@@ -206,7 +204,7 @@ cdef class PrefixCache:
         cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
         cdef bint idle
         with cython.critical_section(self._store.budget):
-            idle = (self._store.blocks.counts[id] == 2 and radix_kind(self._store.blocks.tree, <int32_t>id) == 1)
+            idle = (self._store.blocks.counts[id] == 2 and radix_kind(self._store.blocks.tree, <int32_t>id) == UNPROTECTED)
         return idle
 
     # --- reading ---
@@ -281,36 +279,26 @@ cdef class PrefixCache:
         ids, name = as_token_ids(tokens), as_namespace(namespace)
         if not isinstance(cache, PagedKvCache):
             raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
-        return self._attach(cache, ids, len(ids) - 1, name)
+        return attach_all((self,), (cache,), ids, name)
 
-    def _attach(self, PagedKvCache cache not None, const int64_t[::1] ids not None, Py_ssize_t n_most, bytes name):
-        """`attach` to what is known of the first `n_most` tokens; what was asked for are all of them."""
+    # --- reading, of tokens that are checked ---
+
+    def _match(self, const int64_t[::1] ids not None, Py_ssize_t n_most, bytes name):
+        """`match` among the first `n_most` tokens, of which none has to be left."""
         self.check_made()
-        cdef PagedKvStore store = self._store
-        cdef Key key = key_of(name, ids, min(n_most, ids.shape[0]))
-        cdef Py_ssize_t n, n_blocks
-        cdef int32_t tail, source
-        cdef int32_t* table = NULL
+        return self._store.blocks.match(key_of(name, ids, min(n_most, ids.shape[0])), NULL)
+
+    def _look_up(self, const int64_t[::1] ids not None, bytes name):
+        """`match`, `match_blocks`, and for each of these blocks whether it could be given up now."""
         self._end_terms()
-        cache.lock_write()
-        try:
-            if cache.n_blocks:
-                raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
-            table = new_table(key.n // store.block_size + 1)
-            n = store.blocks.share(key, ids.shape[0], table, &tail)
-            n_blocks = (n + store.block_size - 1) // store.block_size
-            if tail >= 0:
-                source = table[n_blocks - 1]
-                table[n_blocks - 1] = tail
-                store.copy_prefix_rows(tail, source, n % store.block_size)
-                store.drop(&source, 1)
-            cache.become(store, table, n_blocks, 0, n, store.block_size)
-            table = NULL
-        finally:
-            free(table)
-            cache.end_write()
-        store.after_change()
-        return n
+        blocks = empty_ids(ids.shape[0] // self._store.block_size + 1)
+        idle = np.zeros(len(blocks), bool)
+        cdef int32_t[::1] table = blocks
+        cdef unsigned char[::1] marks = idle.view(np.uint8)
+        cdef Py_ssize_t n = self._store.blocks.match(key_of(name, ids, ids.shape[0] - 1), &table[0])
+        cdef Py_ssize_t n_whole = n // self._store.block_size
+        self._store.blocks.mark_idle(&table[0], n_whole, &marks[0])
+        return n, blocks[:n_whole], idle[:n_whole]
 
     # --- changing ---
 
@@ -354,50 +342,7 @@ cdef class PrefixCache:
             raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
         cdef int64_t rank = as_size(priority, "priority", -sys.maxsize, sys.maxsize)
         cdef object seconds = as_ttl(ttl)
-        cdef PrefixHandle mine = PrefixHandle() if handle is None else as_handle(handle)
-        cdef object reference = weakref.ref(self)
-        cdef Mark mark
-        cdef Py_ssize_t n_new
-        while True:
-            mine.check_whose(self, name)
-            mark = mine.mark
-            n_new = self.insert_after(&mark, tokens, name, <PagedKvCache>cache, rank, seconds)
-            if n_new >= 0:
-                mine.become(reference, name, mark)
-                return n_new
-            mine.mark.number = 0  # evicted since, or cleared: the tokens are looked at once more
-
-    cdef Py_ssize_t insert_after(self, Mark* mark, object tokens, bytes name, PagedKvCache cache, int64_t priority,
-                                 object seconds) except -1:
-        """-3 if what the mark stands for is not known any more."""
-        cdef PagedKvStore store = self._store
-        cdef Py_ssize_t size = store.block_size, before = mark.n if mark.number else 0
-        cdef const int64_t[::1] ids = as_token_ids(tokens[before:] if before else tokens)
-        if before and len(tokens) < before:
-            raise ValueError(f"tokens: expected the {before} that were inserted by this handle and what follows, "
-                             f"got {len(tokens)}")
-        cdef Py_ssize_t n = (before + ids.shape[0]) // size
-        cdef int32_t[::1] table = empty_ids(n)
-        cdef double expires = NEVER
-        if seconds is None:
-            self._end_terms()
-        else:
-            expires = self.now() + <double>seconds
-        if store.debug:
-            check_finite(store, cache, n)
-        # From here on nobody else runs, and the sequence is what it is.
-        n = min(n, cache.length // size)
-        if n == 0 or n * size < before:
-            return 0
-        if cache.store is not store:
-            raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
-        with cython.critical_section(cache):
-            n = min(n, cache.n_blocks)
-            if n:
-                memcpy(&table[0], cache.table, n * sizeof(int32_t))
-        n = store.blocks.insert(key_of(name, ids, n * size - before), &table[0], priority, expires, mark)
-        store.after_change()
-        return n
+        return insert_all((self,), (cache,), tokens, name, rank, seconds, (handle,))
 
     def evict(self, n):
         """Give up to ``n`` blocks back to the store, in the order of eviction.
@@ -419,16 +364,7 @@ cdef class PrefixCache:
         """
         cdef Py_ssize_t n_wanted = as_count(n, "n")
         self._end_terms()
-        return self.gone(self._store.blocks.evict(n_wanted, False))
-
-    def reclaim(self, n):
-        """Give ``n`` blocks back to the store, or none, as a store does by itself that is short of them.
-
-        Arguments, result and errors as for `evict`.
-        """
-        cdef Py_ssize_t n_wanted = as_count(n, "n")
-        self._end_terms()
-        return self.gone(self._store.blocks.evict(n_wanted, True))
+        return self.gone(self._store.blocks.evict(n_wanted))
 
     def forget(self, tokens, *, namespace=None, start=0):
         """Forget the blocks of these tokens, and all that continues them, protected or not: K/V that turned out to be wrong.
@@ -528,6 +464,13 @@ cdef class PrefixCache:
         self._store.blocks.end_terms(seconds)
         return seconds
 
+    cdef double end_of(self, object seconds) except? -1:
+        """When a term that begins now is over; without one, what was protected until now is let go of."""
+        if seconds is None:
+            self._end_terms()
+            return NEVER
+        return self.now() + <double>seconds
+
     cpdef double _end_terms(self) except? -1:
         """Let go of what was protected until now."""
         self.check_made()
@@ -553,13 +496,222 @@ cdef Key key_of_all(bytes name) noexcept:
     return key
 
 
-cdef int check_finite(PagedKvStore store, PagedKvCache cache, Py_ssize_t n) except -1:
+def common_length(const int64_t[::1] a not None, const int64_t[::1] b not None):
+    """How many tokens at the beginning are equal."""
+    cdef Py_ssize_t n = min(a.shape[0], b.shape[0])
+    return common(&a[0], &b[0], n) if n else 0
+
+
+# --- starting on what is known, in several stores -----------------------------------------------------
+
+# What a sequence is given in one store.
+cdef struct Share:
+    int32_t* table          # of blocks that it holds already
+    Py_ssize_t n_blocks
+    int32_t tail            # where the rows of the last block go that match; -1 without one
+
+
+def attach_all(tuple prefixes not None, tuple caches not None, const int64_t[::1] ids not None, bytes name):
+    """Start an empty cache of each store on what all prefix caches know of these tokens; how many that are.
+
+    One at least is left. Stores have one block size. Whatever raises has changed none of them.
+    """
+    cdef Py_ssize_t n_stores = len(prefixes), n_locked = 0, n = 0, i
+    cdef Share* shares = <Share*>calloc(max(n_stores, 1), sizeof(Share))
+    cdef PrefixCache prefix
+    cdef PagedKvCache cache
+    if shares is NULL:
+        raise MemoryError("cannot allocate what is shared")
+    try:
+        for prefix in prefixes:
+            prefix._end_terms()
+        for i in range(n_stores):
+            prefix, cache = prefixes[i], caches[i]
+            cache.lock_write()
+            n_locked += 1
+            if cache.n_blocks:
+                raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
+            shares[i].tail = -1
+            shares[i].table = new_table(max(ids.shape[0] - 1, 0) // prefix._store.block_size + 1)
+        n = hold_all(prefixes, shares, key_of(name, ids, ids.shape[0] - 1))
+        for i in range(n_stores):
+            prefix, cache = <PrefixCache>prefixes[i], <PagedKvCache>caches[i]
+            prefix._store.blocks.use(key_of(name, ids, n), ids.shape[0])
+            cache.become(prefix._store, shares[i].table, shares[i].n_blocks, 0, n, prefix._store.block_size)
+            shares[i].table = NULL
+    finally:
+        for i in range(n_locked):
+            if shares[i].table is not NULL:
+                (<PrefixCache>prefixes[i])._store.drop_each(shares[i].table, shares[i].n_blocks)
+                free(shares[i].table)
+            (<PagedKvCache>caches[i]).end_write()
+        free(shares)
+    for prefix in prefixes:
+        prefix._store.after_change()
+    return n
+
+
+cdef Py_ssize_t hold_all(tuple prefixes, Share* shares, Key key) except -1:
+    """One more holder for the blocks of what all stores know, and a copy of the last one where that is known in part."""
+    cdef Py_ssize_t n_stores = len(prefixes), size, n_blocks, i
+    cdef PagedKvStore store
+    cdef int32_t source
+    cdef bint enough = True
+    for i in range(n_stores):
+        store = (<PrefixCache>prefixes[i])._store
+        key.n = store.blocks.hold(key, shares[i].table)
+        shares[i].n_blocks = blocks_for(key.n, store.block_size)
+    # Nothing can fail from here on.
+    size = (<PrefixCache>prefixes[0])._store.block_size if n_stores else 1
+    if key.n % size:  # a copy in each store, or in none: what one cannot have the others need not
+        for i in range(n_stores):
+            enough = enough and (<PrefixCache>prefixes[i])._store.blocks.try_take(&shares[i].tail, 1)
+        if not enough:
+            for i in range(n_stores):
+                if shares[i].tail >= 0:
+                    (<PrefixCache>prefixes[i])._store.drop(&shares[i].tail, 1)
+                    shares[i].tail = -1
+            key.n -= key.n % size
+    n_blocks = blocks_for(key.n, size)
+    for i in range(n_stores):
+        store = (<PrefixCache>prefixes[i])._store
+        store.drop_each(&shares[i].table[n_blocks], shares[i].n_blocks - n_blocks)
+        shares[i].n_blocks = n_blocks
+        if shares[i].tail >= 0:
+            source = shares[i].table[n_blocks - 1]
+            shares[i].table[n_blocks - 1] = shares[i].tail
+            store.copy_prefix_rows(shares[i].tail, source, key.n % size)
+            store.drop(&source, 1)
+    return key.n
+
+
+# --- remembering, in several stores ------------------------------------------------------------------
+
+# What one store is told.
+cdef struct Told:
+    int32_t* table          # the blocks from `start` on
+    Py_ssize_t start        # positions that it has been told before
+    Py_ssize_t n            # and with these; 0 for nothing
+    double expires
+    Mark mark
+    Insertion insertion
+
+
+def insert_all(tuple prefixes not None, tuple caches not None, tokens, bytes name, int64_t priority, object seconds,
+               tuple handles not None):
+    """Let each prefix cache know the whole blocks of its cache under these tokens; how many were new in all of them.
+
+    `handles` say how far they have been inserted before: a PrefixHandle or None each. Whatever raises has changed none.
+    """
+    cdef Py_ssize_t n_stores = len(prefixes), n_new = -2, i
+    cdef list references = [None] * n_stores
+    cdef Told* told = <Told*>calloc(max(n_stores, 1), sizeof(Told))
+    cdef PrefixCache prefix
+    cdef PrefixHandle handle
+    if told is NULL:
+        raise MemoryError("cannot allocate what is inserted")
+    try:
+        for i in range(n_stores):
+            references[i] = weakref.ref(prefixes[i])
+            if handles[i] is not None and not isinstance(handles[i], PrefixHandle):
+                raise TypeError(f"handle: expected a PrefixHandle or None, got {describe(handles[i])}")
+        while n_new < 0:
+            for i in range(n_stores):
+                prefix, handle = prefixes[i], handles[i]
+                told[i].mark.number = 0
+                if handle is not None:
+                    handle.check_whose(prefix, name)
+                    told[i].mark = handle.mark
+                told[i].start = told[i].mark.n if told[i].mark.number else 0
+            n_new = insert_after(prefixes, caches, tokens, name, priority, seconds, told)
+            if n_new < 0:  # evicted since, or cleared: the tokens are looked at once more
+                (<PrefixHandle>handles[-2 - n_new]).mark.number = 0
+        for i in range(n_stores):
+            if handles[i] is not None:
+                (<PrefixHandle>handles[i]).become(references[i], name, told[i].mark)
+    finally:
+        free(told)
+    for prefix in prefixes:
+        prefix._store.after_change()
+    return n_new
+
+
+cdef Py_ssize_t insert_after(tuple prefixes, tuple caches, object tokens, bytes name, int64_t priority, object seconds,
+                             Told* told) except -1:
+    """How many blocks were new; what all stores have been told of is not looked at.
+
+    -2 or less where what a mark stands for is not known any more, the first one's or a later one's; and nothing was changed.
+    """
+    cdef Py_ssize_t n_stores = len(prefixes), n_new = 0, before = told[0].start, n_tokens, n_given, i
+    cdef const int64_t[::1] ids
+    cdef PrefixCache prefix
+    for i in range(n_stores):
+        before = min(before, told[i].start)
+    ids = as_token_ids(tokens[before:] if before else tokens)
+    n_tokens = before + ids.shape[0]
+    n_given = len(tokens) if before else n_tokens
+    try:
+        for i in range(n_stores):
+            if min(n_tokens, n_given) < told[i].start:
+                raise ValueError(f"tokens: expected the {told[i].start} that were inserted by this handle and what follows, "
+                                 f"got {n_given}")
+            prefix = <PrefixCache>prefixes[i]
+            told[i].table = new_table((n_tokens - told[i].start) // prefix._store.block_size + 1)
+            told[i].expires = prefix.end_of(seconds)
+            if prefix._store.debug:
+                check_finite(prefix._store, caches[i], told[i].start, n_tokens)
+        # From here on nobody else runs, and the sequences are what they are.
+        for i in range(n_stores):
+            look_at((<PrefixCache>prefixes[i])._store, caches[i], n_tokens, &told[i])
+        for i in range(n_stores):
+            if told[i].n and (<PrefixCache>prefixes[i])._store.blocks.prepare_insert(
+                    rest_of(name, ids, before, &told[i]), told[i].table, priority, told[i].expires, &told[i].mark,
+                    &told[i].insertion) < 0:
+                return -2 - i
+        for i in range(n_stores):
+            if told[i].n:
+                n_new += (<PrefixCache>prefixes[i])._store.blocks.insert(
+                    rest_of(name, ids, before, &told[i]), told[i].table, priority, told[i].expires, &told[i].mark,
+                    &told[i].insertion)
+    finally:
+        for i in range(n_stores):
+            radix_drop(&told[i].insertion)
+            free(told[i].table)
+            told[i].table = NULL
+    return n_new
+
+
+cdef int look_at(PagedKvStore store, PagedKvCache cache, Py_ssize_t n_tokens, Told* told) except -1:
+    """The blocks of a sequence that this store can be told of."""
+    cdef Py_ssize_t size = store.block_size, n = min(n_tokens, cache.length) // size, first = told.start // size
+    told.n = 0
+    if n == 0 or n < first:
+        return 0
+    if cache.store is not store:
+        raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
+    with cython.critical_section(cache):
+        n = min(n, cache.n_blocks)
+        if n > first:
+            memcpy(told.table, &cache.table[first], (n - first) * sizeof(int32_t))
+    told.n = n * size if n >= first else 0
+    return 0
+
+
+cdef Key rest_of(bytes name, const int64_t[::1] ids, Py_ssize_t before, const Told* told) noexcept:
+    """The tokens that follow what this store has been told, of those after the first `before`."""
+    cdef Key key = key_of(name, ids, told.n - told.start)
+    if key.n:
+        key.ids = &ids[told.start - before]
+    return key
+
+
+cdef int check_finite(PagedKvStore store, PagedKvCache cache, Py_ssize_t start, Py_ssize_t n) except -1:
     """In a store with debug=True, nobody is given K/V that are not finite."""
     cdef Py_ssize_t i
     if cache.store is not store:
         return 0
     ids = cache.block_table.tolist()
-    for i in range(min(n, cache.length // store.block_size)):
+    for i in range(start // store.block_size, min(n, cache.length) // store.block_size):
         if ids[i] >= 0 and not (store.k.is_finite(ids[i]) and store.v.is_finite(ids[i])):
             raise ValueError(f"cache: expected K and V that are finite, got others in positions {i * store.block_size} "
                              f"to {(i + 1) * store.block_size - 1}")

@@ -19,7 +19,6 @@ MAX_NAME = 16
 _FREE, _PRIVATE, _KEPT, _EVICTABLE, _MORE = (ord(mark) for mark in ".#Cc+")
 _DROPPED = "_"
 _GOES_ON = ">"
-_IS_EVICTABLE, _IS_KEPT = 1, 2  # Kind in allocator.pxd
 _MOST_SHOWN = 9
 
 _LEGEND = {
@@ -196,7 +195,7 @@ def _marks(holders: Ids, kinds: Marks) -> Marks:
     marks[few] = (ord("0") + holders[few]).astype(np.uint8)
     marks[holders == 0] = _FREE
     alone = holders == 1
-    marks[alone] = np.array([_PRIVATE, _EVICTABLE, _KEPT], np.uint8)[kinds[alone]]
+    marks[alone] = np.array([_PRIVATE, _EVICTABLE, _KEPT], np.uint8)[kinds[alone]]  # BlockKind in _radix/order.pxd
     return marks
 
 

@@ -156,10 +156,10 @@ def _(world):
     return [lambda: world.prefixes.evict(1), lambda: world.prefixes.evict(9)]
 
 
-@scenario("evict", "reclaim all or none")
+@scenario("evict", "more than there are")
 def _(world):
     history(world)
-    return [lambda: world.prefixes.reclaim(99), lambda: world.prefixes.reclaim(2)]
+    return [lambda: world.prefixes.evict(2), lambda: world.prefixes.evict(99)]
 
 
 @scenario("evict", "four hundred blocks", total_blocks=402, costs=5)

@@ -93,6 +93,39 @@ def test_imports_go_down_only(path):
         assert own or FLOOR_OF[there] < FLOOR_OF[here], f"{here} imports {name}, which is not below it"
 
 
+def circles(modules):
+    """Groups of modules that import one another, each by its name; `modules` says whom each imports."""
+    reached = {name: {name} for name in modules}
+    for _ in modules:
+        for seen in reached.values():
+            seen.update(*(modules[other] & modules.keys() for other in list(seen)))
+    found = {frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items()}
+    return [sorted(group) for group in found if len(group) > 1]
+
+
+def test_circles_are_found():
+    modules = {"a": {"b"}, "b": {"c", "elsewhere"}, "c": {"b"}, "d": {"a", "d"}}
+    assert circles(modules) == [["b", "c"]]
+    assert circles({**modules, "c": {"d"}}) == [["a", "b", "c", "d"]]
+    assert circles({**modules, "c": set()}) == []
+
+
+SUBPACKAGES = sorted({path.parent for path in PACKAGE.rglob("__init__.py")} - {PACKAGE})
+
+
+@needs_sources
+@pytest.mark.parametrize("folder", SUBPACKAGES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_circles_inside_a_subpackage(folder):
+    """Nor what only a type checker would see: what a module knows of another, it knows."""
+    modules = {}
+    for path in sorted(folder.glob("*.p*")):
+        if path.suffix in (".py", ".pyx", ".pxd"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found = set(imported(path.read_text(encoding="utf-8"))) - {name}
+            modules.setdefault(name, set()).update(found)
+    assert circles(modules) == []
+
+
 @needs_sources
 def test_no_relative_imports():
     """They would be missed by the test above."""

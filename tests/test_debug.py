@@ -130,7 +130,6 @@ CHANGES = {
     "insert": lambda w: w.prefixes.insert([7, 7, 7], w.second),
     "attach": lambda w: w.prefixes.attach(PagedKvCache(), [1, 2, 3, 4, 5]),
     "evict": lambda w: w.prefixes.evict(1),
-    "reclaim": lambda w: w.prefixes.reclaim(1),
     "forget": lambda w: w.prefixes.forget([1, 2, 3, 4]),
     "clear": lambda w: w.prefixes.clear(namespace=b"another"),
 }

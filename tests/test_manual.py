@@ -26,7 +26,8 @@ MODULES = {
 FILES = {
     "pagedkv.shapes": ["pagedkv.shapes.layers", "pagedkv.shapes.reading"],
     "pagedkv.serving": [
-        *(f"pagedkv.serving.{part}" for part in ("prefixes", "requests", "scheduler", "sequences", "stores")),
+        *(f"pagedkv.serving.{part}" for part in ("counts", "prefixes", "requests", "scheduler", "sequences", "stores")),
+        "pagedkv.serving.tokens",
         "pagedkv.shapes.layers",
     ],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],

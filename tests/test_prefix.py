@@ -338,8 +338,7 @@ def test_insert_refuses(store, prefixes, options, error, name):
 
 @pytest.mark.parametrize("n", [1.0, None, True, "1"])
 def test_evict_refuses_what_is_no_number(store, prefixes, n):
-    for method in (prefixes.evict, prefixes.reclaim):
-        with refused(TypeError, "n", store):
-            method(n)
+    with refused(TypeError, "n", store):
+        prefixes.evict(n)
     with refused(ValueError, "n", store):
         prefixes.evict(-1)

@@ -330,7 +330,6 @@ def test_it_is_made_once(store, prefixes):
         lambda it: it.insert([1], PagedKvCache()),
         lambda it: it.forget([1]),
         lambda it: it.evict(1),
-        lambda it: it.reclaim(1),
         lambda it: it.clear(),
         lambda it: it.stats(),
         lambda it: it.check(),

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 
 import numpy as np
+import pytest
 from helpers import store_rows
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -207,8 +208,10 @@ class Machine(RuleBasedStateMachine):
         self.evict_twin(n)
 
     @rule()
-    def evict_too_many(self):
-        assert self.prefixes.reclaim(len(self.twin.idle()) + 1) == 0
+    def take_too_many(self):
+        """Nothing is evicted for a request that cannot be met."""
+        with pytest.raises(pagedkv.PagedStoreExhausted):
+            self.store.acquire(self.store.free_block_count + len(self.twin.idle()) + 1)
 
     def evict_twin(self, n, held=()):
         """What the store has taken, or will take; `held` besides what sequences hold."""

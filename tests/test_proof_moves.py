@@ -98,7 +98,7 @@ class Moves:
 
     def evict(self, name):
         n = self.draw.randrange(12)
-        return lambda: self.draw.choice([self.world.prefixes.evict, self.world.prefixes.reclaim])(n)
+        return lambda: self.world.prefixes.evict(n)
 
     def truncate(self, name):
         cache = self.world.cache(name)

@@ -229,8 +229,8 @@ def test_a_pass_that_is_ended_inside_its_block():
 # --- interrupts ---
 
 
-INTERRUPTED = ["_compute", "_remember", "drop_unneeded", "insert", "attach", "release", "_start", "commit"]
-MOVING = ["_admit", "_preempt", "_end"]  # a request from one place to another: every line of them
+INTERRUPTED = ["_compute", "_remember", "drop_unneeded", "insert", "attach", "_start", "_open", "commit"]
+MOVING = ["_admit", "_preempt", "_end", "_settle", "_carry_out", "release"]  # what moves a request: every line
 
 
 @pytest.mark.parametrize(("function", "stride"), [(name, 5) for name in INTERRUPTED] + [(name, 1) for name in MOVING])

@@ -309,7 +309,8 @@ def test_prompts_that_are_refused(prompt, error, message):
     ids=str,
 )
 def test_options_that_are_refused(options):
-    with pytest.raises(ValueError, match="generation_config|prompts|max_running|prefill_rows|max_new_tokens"):
+    error = TypeError if isinstance(options.get("max_running"), str) else ValueError
+    with pytest.raises(error, match="generation_config|prompts|max_running|prefill_rows|max_new_tokens"):
         generate_batch(make_model("llama"), [[5, 6, 7]], **options)
 
 

@@ -309,7 +309,6 @@ def example_prefixes() -> None:
     assert_type(prefixes.stats(), pagedkv.PrefixStats)
     assert_type(prefixes.stats().hit_tokens, int)
     assert_type(prefixes.evict(1), int)
-    assert_type(prefixes.reclaim(1), int)
     assert_type(prefixes.forget([1, 2, 3, 4], namespace=b"a", start=2), int)
     assert_type(prefixes.insert(range(9), cache, handle=pagedkv.PrefixHandle()), int)
     assert_type(prefixes.clear(namespace=b"a") + prefixes.clear(namespace=None) + prefixes.clear(), int)

@@ -18,11 +18,11 @@ from libc.string cimport memset
 
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport (
-    MAX_POSITIONS, PAD, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendShare, AttendTask, AttendTile, HeadsView,
+    MAX_STEP_POSITIONS, AttendLink, AttendMember, AttendOptions, AttendPlan, AttendShare, AttendTask, AttendTile, HeadsView,
     KvView, QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up,
     step_positions, stored_bytes, tile_rows)
 from pagedkv._kernels.simd cimport (
-    SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
+    PAD, SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
 
 
 cdef extern from "<stdatomic.h>" nogil:
@@ -390,9 +390,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef Py_ssize_t r, i, h, first, end, n, n_next, place
     cdef bint moved, all_seen, by_head = lie_by_head(&kv.k)
     cdef const char** k_rows = scratch.rows
-    cdef const char** v_rows = scratch.rows + MAX_POSITIONS
-    cdef const char** next_k_rows = scratch.rows + 2 * MAX_POSITIONS
-    cdef const char** next_v_rows = scratch.rows + 3 * MAX_POSITIONS
+    cdef const char** v_rows = scratch.rows + MAX_STEP_POSITIONS
+    cdef const char** next_k_rows = scratch.rows + 2 * MAX_STEP_POSITIONS
+    cdef const char** next_v_rows = scratch.rows + 3 * MAX_STEP_POSITIONS
     cdef Cursor cursor
     cdef simd_ahead ahead
     cdef float* s = scratch.s

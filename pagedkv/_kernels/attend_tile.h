@@ -2,6 +2,10 @@
  * No guard: included once per instruction set, the last of all. Signatures and meaning: simd_kernels in simd.h.
  */
 
+#if SIMD_PAD % (2 * LANES)
+#error "a panel is wider than what rows are padded to"
+#endif
+
 /* --- scores: lanes along query rows, for many of them ---------------------------------------------- */
 
 /* nt rows of K by two vectors of query rows; q comes from a panel, [head_dim][2 * LANES]. Nothing is

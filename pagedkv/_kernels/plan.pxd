@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int32_t
 
+from pagedkv._kernels.simd cimport PAD
+
 # K or V of one layer: head h of row r of block b starts at rows + b * block_bytes + r * row_bytes + h * head_bytes.
 cdef struct RowView:
     const char* rows            # row 0 of block 0
@@ -135,12 +137,10 @@ cdef void free_plans(PlanShelf* shelf) noexcept nogil
 # --- memory ------------------------------------------------------------------------------------------
 
 cdef enum:
-    # Rows of scores, of q and of acc start on multiples of this many floats: two vectors of any set.
-    PAD = 32
     # Positions at a time: of panels, and at least and at most for all heads together.
     PANEL_POSITIONS = 48
-    MIN_POSITIONS = 8
-    MAX_POSITIONS = 64
+    MIN_STEP_POSITIONS = 8
+    MAX_STEP_POSITIONS = 64
     # And as many bytes of K as may lie in the second-level cache beside as many of V, and the next of K.
     STEP_BYTES = 96 << 10
 
@@ -154,7 +154,7 @@ cdef struct Scratch:
     float* partial              # m, l and acc, where they are not a part's
     float* k_copy               # rows of one head, side by side, as floats
     float* v_copy
-    const char** rows           # K, V, and the next K, V: MAX_POSITIONS each
+    const char** rows           # K, V, and the next K, V: MAX_STEP_POSITIONS each
 
 
 # Cuts a thread's memory up for a tile; returns the floats used. With a NULL base it only counts.
@@ -185,7 +185,7 @@ cdef inline Py_ssize_t step_positions(const AttendTile* tile, const KvView* kv) 
     if tile.by_panels:
         return PANEL_POSITIONS
     n = STEP_BYTES // (tile.n_heads * stored_bytes(&kv.k)) // 4 * 4
-    return min(max(n, MIN_POSITIONS), MAX_POSITIONS)
+    return min(max(n, MIN_STEP_POSITIONS), MAX_STEP_POSITIONS)
 
 
 cdef inline Py_ssize_t partial_floats(const AttendTile* tile, const KvView* kv) noexcept nogil:

@@ -197,7 +197,7 @@ cdef void add_tasks(Planner* planner, AttendTile* tile, Py_ssize_t begin, Py_ssi
     cdef double floats = tile.n_heads * (kv.k.head_dim + kv.v.head_dim)
     cdef double cost = max(bytes, floats * tile.rows_per_head)
     cdef Py_ssize_t least = max(<Py_ssize_t>(PART_BYTES / cost), PART_POSITIONS * (2 if tile.by_panels else 1))
-    cdef Py_ssize_t size = round_up(max(least, (n + wanted_parts - 1) // wanted_parts), MAX_POSITIONS)
+    cdef Py_ssize_t size = round_up(max(least, (n + wanted_parts - 1) // wanted_parts), MAX_STEP_POSITIONS)
     cdef Py_ssize_t link, part
     cdef Scratch unused
     cdef AttendTask* task
@@ -399,7 +399,7 @@ cdef Py_ssize_t lay_out(Scratch* scratch, float* base, const AttendTile* tile, c
     cdef Py_ssize_t used = 0
     cdef uintptr_t start = <uintptr_t>base
     scratch.rows = <const char**>start     # first: it wants the alignment of a pointer
-    used += round_up(4 * MAX_POSITIONS * sizeof(void*) // sizeof(float), PAD)
+    used += round_up(4 * MAX_STEP_POSITIONS * sizeof(void*) // sizeof(float), PAD)
     scratch.q = <float*>(start + used * sizeof(float))
     used += s_stride * round_up(kv.k.head_dim, PAD)
     scratch.s = <float*>(start + used * sizeof(float))

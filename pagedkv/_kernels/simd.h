@@ -96,6 +96,7 @@
 #define V(name) SIMD_PASTE(name, SIMD_ISA)
 
 #define SIMD_LINE_BYTES 64 /* what one prefetch brings */
+#define SIMD_PAD 32        /* rows of scores, of q and of acc start on multiples of so many floats: two vectors of any set */
 
 /* What a value of K or V is stored as. */
 enum { SIMD_F32 = 0, SIMD_F16, SIMD_BF16, SIMD_I8, SIMD_DTYPES };

@@ -7,6 +7,7 @@ cdef extern from "simd.h" nogil:
         SIMD_BF16
         SIMD_I8
         SIMD_LINE_BYTES
+        PAD "SIMD_PAD"
     void simd_prefetch "SIMD_PREFETCH" (const void* p)
 
     ctypedef struct simd_ahead:

@@ -47,10 +47,10 @@ def set_simd(str name not None):
 
 
 def apply_exp(float[::1] x not None):
-    """exp of numbers that are not positive, in place, as the kernels compute it; their count a multiple of 32."""
+    """exp of numbers that are not positive, in place, as the kernels compute it; their count a multiple of PAD."""
     cdef float* zeros
-    if x.shape[0] % 32:
-        raise ValueError(f"x: expected a multiple of 32 numbers, got {x.shape[0]}")
+    if x.shape[0] % PAD:
+        raise ValueError(f"x: expected a multiple of {PAD} numbers, got {x.shape[0]}")
     zeros = <float*>calloc(3 * max(x.shape[0], 1), sizeof(float))
     if zeros is NULL:
         raise MemoryError

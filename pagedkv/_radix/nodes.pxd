@@ -107,6 +107,7 @@ cdef struct RadixTree:
     uint64_t* n_uses        # of this tree and of others that are in one order with it
     uint64_t n_numbers      # that nodes have had
     uint64_t n_named        # namespaces
+    uint64_t n_changes      # of what is known, and of its order
     int32_t gone_first, gone_last               # blocks without a place, whose reference waits to be given back; + 1
     int64_t n_held, n_evictable, n_namespaces   # blocks, of them those that could be given up, namespaces
     int64_t inserted, evicted, hit_tokens, missed_tokens
@@ -128,6 +129,8 @@ cdef int32_t root_of(const RadixTree* tree, Key key) noexcept nogil
 cdef int32_t find(const RadixTree* tree, Key key, int64_t* n) noexcept nogil
 # The same for a key that begins where a mark is; -1 where what was known there is no longer.
 cdef int32_t find_from(const RadixTree* tree, Key key, const Mark* mark, int64_t* n) noexcept nogil
+# How many of n tokens at the beginning are equal.
+cdef Py_ssize_t common(const int64_t* a, const int64_t* b, Py_ssize_t n) noexcept nogil
 # Where the block ends that has the last of n tokens.
 cdef int64_t block_end(const RadixTree* tree, int64_t n) noexcept nogil
 # A node below that has the token before `end`: of all that go on from here, the one that was used last.

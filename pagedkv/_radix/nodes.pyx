@@ -109,7 +109,6 @@ cdef int32_t child_of(const RadixTree* tree, int32_t parent, int64_t token) noex
 
 
 cdef Py_ssize_t common(const int64_t* a, const int64_t* b, Py_ssize_t n) noexcept nogil:
-    """How many tokens at the beginning are equal."""
     cdef Py_ssize_t i = 0
     while i + STRIDE <= n and memcmp(&a[i], &b[i], STRIDE * sizeof(int64_t)) == 0:
         i += STRIDE

@@ -6,9 +6,16 @@ from pagedkv._radix.nodes cimport RadixTree, Space
 cdef inline bint radix_is_idle(const RadixTree* tree, int32_t block) noexcept nogil:
     return (tree.places[block].node != 0 and tree.places[block].n_protected == 0 and tree.counts[block] == 1)
 
-# 0 where a block is not known, 1 if it may be given up, and 2 if a term protects it.
-cdef inline int radix_kind(const RadixTree* tree, int32_t block) noexcept nogil:
-    return 0 if tree.places[block].node == 0 else 1 if tree.places[block].n_protected == 0 else 2
+# What a block is to a prefix cache.
+cdef enum BlockKind:
+    UNKNOWN
+    UNPROTECTED             # it may be given up, once nobody else holds it
+    PROTECTED               # by a term
+
+cdef inline BlockKind radix_kind(const RadixTree* tree, int32_t block) noexcept nogil:
+    if tree.places[block].node == 0:
+        return UNKNOWN
+    return UNPROTECTED if tree.places[block].n_protected == 0 else PROTECTED
 
 # A known block can be given up from now on, or no longer.
 cdef void radix_flip(RadixTree* tree, int32_t block, int delta) noexcept nogil

@@ -1,4 +1,4 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
 
@@ -10,19 +10,39 @@ cdef struct Cut:
     int32_t* blocks
 
 
+# What is about to be inserted, and the memory for all that is new.
+cdef struct Insertion:
+    uint64_t n_changes      # of the tree until then: others make it void
+    int32_t node            # where the known tokens end; 0 where nothing is known in the namespace
+    bint in_place           # what follows them goes to the same node
+    int64_t before          # tokens before the key's
+    int64_t n               # and with those that are known
+    int64_t n_new           # blocks
+    bint is_something
+    Cut cut
+    char* name              # of a namespace, and its order
+    int32_t* order
+    int64_t* key            # of a node
+    int32_t* blocks
+
+
 # How many of the tokens are known, from the first on.
 cdef Py_ssize_t radix_match(const RadixTree* tree, Key key) noexcept nogil
 # The same; the blocks that hold them go to `table`, the last of which may hold others behind them.
 cdef Py_ssize_t radix_blocks(const RadixTree* tree, Key key, int32_t* table) noexcept nogil
-# A path is used up to the end of the block that has its last token: first what can fail, then what cannot.
-cdef int radix_prepare_use(RadixTree* tree, Key key, Cut* cut) noexcept nogil
-cdef void radix_use(RadixTree* tree, Cut* cut) noexcept nogil
-cdef void radix_drop(Cut* cut) noexcept nogil
-# How many blocks were new under these tokens; each that was under none has one more holder now. With a mark, the tokens
-# are those that follow it, of which as many lead to a block's end, and it is moved there. -2: a block is held by nobody;
-# -3: what the mark stands for is not known any more.
-cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
-                             Mark* mark) noexcept nogil
+# A path is used up to the end of the block that has its last token.
+cdef void radix_use(RadixTree* tree, Key key) noexcept nogil
+# Inserting: first what can fail, then what cannot. How many blocks are new under these tokens; each that is under none has
+# one more holder afterwards. With a mark, the tokens and the table are what follows it, as many as lead to a block's end,
+# and it is moved there. -2: a block is held by nobody; -3: what the mark stands for is not known any more.
+cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
+                                     const Mark* mark, Insertion* it) noexcept nogil
+# Whether nothing has come in between.
+cdef bint radix_is_prepared(const RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil
+cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
+                       Insertion* it) noexcept nogil
+# What was prepared, and is not to be inserted.
+cdef void radix_drop(Insertion* it) noexcept nogil
 # How many blocks leave for good. They wait in `gone` for the allocator, which takes back the tree's reference.
 cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil
 cdef Py_ssize_t radix_forget(RadixTree* tree, Key key, Py_ssize_t start) noexcept nogil

@@ -156,41 +156,24 @@ cdef void raise_path(RadixTree* tree, int32_t node, int64_t priority, double exp
         it = &tree.nodes[node]
 
 
-cdef int radix_prepare_use(RadixTree* tree, Key key, Cut* cut) noexcept nogil:
+cdef void radix_use(RadixTree* tree, Key key) noexcept nogil:
     cdef int64_t n, end
     cdef int32_t node = find(tree, key, &n)
+    cdef Cut cut
     if n == 0:
-        cut.node = 0
-        cut.key = NULL
-        cut.blocks = NULL
-        return 0
+        return
     end = block_end(tree, n)
-    return prepare_cut(tree, descend(tree, node, end), end, cut)
-
-
-cdef void radix_use(RadixTree* tree, Cut* cut) noexcept nogil:
-    if cut.node:
-        use_path(tree, do_cut(tree, cut))
-
-
-cdef void radix_drop(Cut* cut) noexcept nogil:
-    """After all it is not used."""
-    raw_free(cut.key)
-    raw_free(cut.blocks)
+    node = descend(tree, node, end)
+    tree.n_changes += 1
+    # Without memory for a cut, what follows in the same node counts as used too: an order is no reason to fail.
+    if prepare_cut(tree, node, end, &cut) == 0:
+        node = do_cut(tree, &cut)
+    use_path(tree, node)
 
 
 # --- inserting -------------------------------------------------------------------------------------
 
-# Memory for what is new, had before anything is changed.
-cdef struct Fresh:
-    Cut cut
-    char* name              # of a namespace, and its order
-    int32_t* order
-    int64_t* key            # of a node
-    int32_t* blocks
-
-
-cdef int32_t new_root(RadixTree* tree, Key key, Fresh* fresh) noexcept nogil:
+cdef int32_t new_root(RadixTree* tree, Key key, const Insertion* fresh) noexcept nogil:
     cdef int32_t space = tree.free_space
     cdef Space* it
     if space:
@@ -213,14 +196,14 @@ cdef int32_t new_root(RadixTree* tree, Key key, Fresh* fresh) noexcept nogil:
     return it.root
 
 
-cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64_t end, int64_t n_new,
-                        bint in_place, Fresh* fresh) noexcept nogil:
-    """All the memory that inserting takes, of tokens up to `end`, n of which are known and lead to a node."""
+cdef int prepare_growth(RadixTree* tree, Key key, Insertion* fresh) noexcept nogil:
+    """All the memory that inserting takes."""
+    cdef int64_t end = fresh.before + key.n, n_new = fresh.n_new
     cdef Node* it
     if reserve(<void**>&tree.names, &tree.name_room, tree.n_names + max(n_new - tree.n_free_names, 0), sizeof(Name)) < 0:
         return -1
-    if node:
-        if prepare_cut(tree, node, n, &fresh.cut) < 0:
+    if fresh.node:
+        if prepare_cut(tree, fresh.node, fresh.n, &fresh.cut) < 0:
             return -1
     else:
         if (reserve(<void**>&tree.spaces, &tree.space_room, tree.n_spaces + 1, sizeof(Space)) < 0
@@ -233,79 +216,110 @@ cdef int prepare_growth(RadixTree* tree, Key key, int32_t node, int64_t n, int64
             return -1
         if key.n_bytes > 0:
             memcpy(fresh.name, key.name, key.n_bytes)
-    if in_place:
-        it = &tree.nodes[node]
+    if fresh.in_place:
+        it = &tree.nodes[fresh.node]
         return (reserve(<void**>&it.key, &it.key_room, end - it.start, sizeof(int64_t))
                 or reserve(<void**>&it.blocks, &it.block_room, it.n_blocks + n_new, sizeof(int32_t)))
     if n_new:
-        fresh.key = <int64_t*>raw_malloc((end - n) * sizeof(int64_t))
+        fresh.key = <int64_t*>raw_malloc((end - fresh.n) * sizeof(int64_t))
         fresh.blocks = <int32_t*>raw_malloc(n_new * sizeof(int32_t))
         if fresh.key is NULL or fresh.blocks is NULL:
             return -1
     return 0
 
 
-cdef Py_ssize_t radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
-                             Mark* mark) noexcept nogil:
-    cdef int64_t n, i, before = 0
-    cdef int32_t node
-    cdef int64_t first, n_blocks, n_new
-    cdef Node* it
-    cdef bint in_place
-    cdef Fresh fresh
-    if mark is not NULL and mark.number:
-        before = mark.n
-        node = find_from(tree, key, mark, &n)
-        if node < 0:
+cdef bint are_held(const RadixTree* tree, const int32_t* blocks, int64_t n) noexcept nogil:
+    """Whether each of these has a holder, and can have one more."""
+    cdef int64_t i
+    for i in range(n):
+        if not 0 < tree.counts[blocks[i]] < MAX_ITEMS:
+            return False
+    return True
+
+
+cdef const int32_t* new_blocks(const RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil:
+    return &table[it.n // tree.block_size - it.before // tree.block_size]
+
+
+cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
+                                     const Mark* mark, Insertion* it) noexcept nogil:
+    cdef int64_t n_blocks
+    cdef const Node* node
+    memset(it, 0, sizeof(Insertion))
+    it.n_changes = tree.n_changes
+    if mark.number:
+        it.before = mark.n
+        it.node = find_from(tree, key, mark, &it.n)
+        if it.node < 0:
             return -3
     else:
-        node = find(tree, key, &n)
-    n_blocks = (before + key.n) // tree.block_size
-    first = n // tree.block_size
-    n_new = n_blocks - first
-    if n_blocks == 0 or (n_new and table[first] < 0):  # what was dropped, and is not known, cannot be
+        it.node = find(tree, key, &it.n)
+    n_blocks = (it.before + key.n) // tree.block_size
+    it.n_new = n_blocks - it.n // tree.block_size
+    # What was dropped, and is not known, cannot be.
+    it.is_something = n_blocks > 0 and (it.n_new == 0 or new_blocks(tree, table, it)[0] >= 0)
+    if not it.is_something:
+        it.n_new = 0
         return 0
-    for i in range(first, n_blocks):
-        if not 0 < tree.counts[table[i]] < MAX_ITEMS:
-            return -2
-    it = &tree.nodes[node]
+    if not are_held(tree, new_blocks(tree, table, it), it.n_new):
+        return -2
+    node = &tree.nodes[it.node]
     # One node for a sequence that grows: looking it up stays one comparison.
-    in_place = (n_new and node and it.parent and it.child == 0 and n == it.end
-                and it.priority <= priority and it.expires <= expires)
-    memset(&fresh, 0, sizeof(Fresh))
-    if prepare_growth(tree, key, node, n, before + key.n, n_new, in_place, &fresh) < 0:
-        raw_free(fresh.cut.key)
-        raw_free(fresh.cut.blocks)
-        raw_free(fresh.name)
-        raw_free(fresh.order)
-        raw_free(fresh.key)
-        raw_free(fresh.blocks)
+    it.in_place = (it.n_new and it.node and node.parent and node.child == 0 and it.n == node.end
+                   and node.priority <= priority and node.expires <= expires)
+    if prepare_growth(tree, key, it) < 0:
+        radix_drop(it)
         return -1
-    node = do_cut(tree, &fresh.cut) if node else new_root(tree, key, &fresh)
+    return it.n_new
+
+
+cdef bint radix_is_prepared(const RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil:
+    return it.n_changes == tree.n_changes and are_held(tree, new_blocks(tree, table, it), it.n_new)
+
+
+cdef void radix_drop(Insertion* it) noexcept nogil:
+    raw_free(it.cut.key)
+    raw_free(it.cut.blocks)
+    raw_free(it.name)
+    raw_free(it.order)
+    raw_free(it.key)
+    raw_free(it.blocks)
+    memset(it, 0, sizeof(Insertion))
+
+
+cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
+                       Insertion* fresh) noexcept nogil:
+    cdef int64_t i, n = fresh.n, n_new = fresh.n_new, end = fresh.before + key.n
+    cdef const int32_t* blocks = new_blocks(tree, table, fresh)
+    cdef int32_t node
+    cdef Node* it
+    if not fresh.is_something:
+        return
+    tree.n_changes += 1
+    node = do_cut(tree, &fresh.cut) if fresh.node else new_root(tree, key, fresh)
     if n_new:
-        if not in_place:
-            node = new_node(tree, tree.nodes[node].space, node, n, before + key.n, fresh.key, fresh.blocks,
-                            hash_of_child(tree, node, key.ids[n - before]))
+        if not fresh.in_place:
+            node = new_node(tree, tree.nodes[node].space, node, n, end, fresh.key, fresh.blocks,
+                            hash_of_child(tree, node, key.ids[n - fresh.before]))
             tree.nodes[node].priority = priority
             link_first(tree, node)
             settle(tree, tree.nodes[node].parent)
         it = &tree.nodes[node]
-        memcpy(&it.key[n - it.start], &key.ids[n - before], (before + key.n - n) * sizeof(int64_t))
-        it.end = before + key.n
-        memcpy(&it.blocks[it.n_blocks], &table[first], n_new * sizeof(int32_t))
+        memcpy(&it.key[n - it.start], &key.ids[n - fresh.before], (end - n) * sizeof(int64_t))
+        it.end = end
+        memcpy(&it.blocks[it.n_blocks], blocks, n_new * sizeof(int32_t))
         it.n_blocks += <int32_t>n_new
         tree.spaces[it.space].n_blocks += n_new
         mend_space(tree, it.space)
-        for i in range(first, n_blocks):
-            add_place(tree, node, table[i])
+        for i in range(n_new):
+            add_place(tree, node, blocks[i])
         settle(tree, node)
     use_path(tree, node)
     raise_path(tree, node, priority, expires)
-    if mark is not NULL:
-        mark.node = node
-        mark.number = tree.nodes[node].number
-        mark.n = before + key.n
-    return n_new
+    mark.node = node
+    mark.number = tree.nodes[node].number
+    mark.n = end
+    memset(fresh, 0, sizeof(Insertion))  # the memory is the tree's now
 
 
 # --- giving up -------------------------------------------------------------------------------------
@@ -407,6 +421,7 @@ cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil:
     cdef int64_t n_held = tree.n_held, n_before = tree.n_evictable, lead, keep
     cdef int32_t node
     cdef Node* it
+    tree.n_changes += 1
     while n_before - tree.n_evictable < n and tree.by_size.n:
         node = tree.spaces[tree.by_size.items[0]].order.items[0]
         it = &tree.nodes[node]
@@ -432,6 +447,7 @@ cdef Py_ssize_t radix_forget(RadixTree* tree, Key key, Py_ssize_t start) noexcep
     cdef int32_t node = find(tree, key, &n)
     if first >= n // tree.block_size:
         return 0
+    tree.n_changes += 1
     while tree.nodes[node].start // tree.block_size > first:
         node = tree.nodes[node].parent
     cut_below(tree, node, first - tree.nodes[node].start // tree.block_size)
@@ -443,6 +459,7 @@ cdef Py_ssize_t radix_clear(RadixTree* tree, const Key* key) noexcept nogil:
     """A namespace, or all of them where there is no key."""
     cdef int64_t n_held = tree.n_held
     cdef int32_t space, root
+    tree.n_changes += 1
     if key is not NULL:
         root = root_of(tree, key[0])
         if root:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -33,7 +34,9 @@ def run(options: argparse.Namespace) -> int:
     size = options.block_size
     n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
     stores = make_stores(config, n_blocks, options)
-    scheduler = Scheduler(stores, max_running=len(prompts), share_prefixes=not options.no_share)
+    # All of them fit to their end, unless somebody said how many blocks there are.
+    spare: dict[str, Any] = {} if options.blocks else {"watermark": 0.0}
+    scheduler = Scheduler(stores, max_running=len(prompts), share_prefixes=not options.no_share, **spare)
     for number, prompt in enumerate(prompts, 1):
         _check(scheduler, number, prompt, options, config)
     model = file.load()

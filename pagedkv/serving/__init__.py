@@ -28,11 +28,13 @@ Examples
 4
 """
 
+from pagedkv.serving.counts import SchedulerCounts
 from pagedkv.serving.prefixes import ModelPrefixes
 from pagedkv.serving.requests import Batch, Request
-from pagedkv.serving.scheduler import Scheduler, SchedulerCounts
+from pagedkv.serving.scheduler import Scheduler
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
 from pagedkv.serving.stores import LayerGroup, ModelStores
+from pagedkv.serving.tokens import TokenIds
 from pagedkv.shapes import LayerShape
 
 __all__ = [
@@ -46,4 +48,5 @@ __all__ = [
     "Request",
     "Scheduler",
     "SchedulerCounts",
+    "TokenIds",
 ]

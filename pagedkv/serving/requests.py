@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import PrefixHandle
 from pagedkv.serving.sequences import ModelSequence
+from pagedkv.serving.tokens import TokenIds
 
 
 class Request:
@@ -16,8 +21,8 @@ class Request:
     ----------
     number : int
         Its place among all that the scheduler was given.
-    tokens : list of int
-        The prompt, then what was generated.
+    tokens : TokenIds
+        The prompt, then what was generated: to be read like a list.
     n_prompt, max_new_tokens : int
         Tokens of the prompt, and the most that are generated.
     stop_tokens : frozenset of int
@@ -46,14 +51,14 @@ class Request:
     def __init__(
         self,
         number: int,
-        prompt: list[int],
+        tokens: TokenIds,
         max_new_tokens: int,
         sequence: ModelSequence,
         stop_tokens: frozenset[int],
         namespace: bytes | None,
     ) -> None:
         self.number = number
-        self.tokens = prompt
+        self.tokens = tokens
         self.n_prompt = len(self.tokens)
         self.max_new_tokens = max_new_tokens
         self.stop_tokens = stop_tokens
@@ -61,6 +66,8 @@ class Request:
         self.sequence = sequence
         self.n_reused: int | None = None
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
+        self._handles = self._new_handles()  # how far the prefix cache of each store has been told of its sequence
+        self._awaited: tuple[Request, int] | None = None  # who computes its first so many tokens
 
     @property
     def generated(self) -> list[int]:
@@ -68,20 +75,38 @@ class Request:
         return self.tokens[self.n_prompt :]
 
     @property
+    def n_generated(self) -> int:
+        """How many these are."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
     def n_pending(self) -> int:
         """Tokens whose K/V is still to be computed; 1 while decoding."""
-        return len(self.tokens) - self.sequence.seq_len
+        return self.tokens._n - self.sequence.seq_len
 
     @property
     def end(self) -> Literal["stop", "length"] | None:
         """What its last token ends it with, if it does."""
-        if len(self.tokens) > self.n_prompt and self.tokens[-1] in self.stop_tokens:
+        n_generated = self.tokens._n - self.n_prompt
+        if n_generated and self.stop_tokens and self.tokens[-1] in self.stop_tokens:
             return "stop"
-        return "length" if len(self.tokens) - self.n_prompt >= self.max_new_tokens else None
+        return "length" if n_generated >= self.max_new_tokens else None
+
+    @property
+    def _ids(self) -> npt.NDArray[np.int64]:
+        return self.tokens._ids[: self.tokens._n]
+
+    def _new_handles(self) -> tuple[PrefixHandle, ...]:
+        return tuple([PrefixHandle() for _ in self.sequence.caches])
+
+    def _release(self) -> None:
+        """Gives its blocks back; what it computes from now on begins anew."""
+        self._handles = self._new_handles()
+        self.sequence.release()
 
     def __repr__(self) -> str:
         state = self.finish_reason or f"{self.n_pending} pending"
-        return f"Request({self.number}, {self.n_prompt}+{len(self.tokens) - self.n_prompt} tokens, {state})"
+        return f"Request({self.number}, {self.n_prompt}+{self.n_generated} tokens, {state})"
 
 
 @dataclass(frozen=True)
@@ -139,16 +164,17 @@ class Batch:
         TypeError
             No such pairs.
         """
-        rows = tuple(rows)
+        requests, query_lens = [], []
         token_ids: list[int] = []
         positions: list[int] = []
         asking, asking_rows = [], []
         for request, n_rows in rows:
-            first = request.sequence.seq_len
-            token_ids += request.tokens[first : first + n_rows]
+            tokens, first = request.tokens, request.sequence.seq_len
+            requests.append(request)
+            query_lens.append(n_rows)
+            token_ids += tokens._ids[first : min(first + n_rows, tokens._n)].tolist()
             positions += range(first, first + n_rows)
-            if n_rows == request.n_pending:
+            if first + n_rows == tokens._n:
                 asking.append(request)
                 asking_rows.append(len(token_ids) - 1)
-        requests, query_lens = tuple(request for request, _ in rows), tuple(n_rows for _, n_rows in rows)
-        return cls(requests, query_lens, token_ids, positions, tuple(asking), asking_rows)
+        return cls(tuple(requests), tuple(query_lens), token_ids, positions, tuple(asking), asking_rows)

@@ -5,58 +5,49 @@ on what the prefix caches know of it: what running and ended requests with the s
 ends it gives its blocks back; the prefix caches hold them until somebody needs the room. When there are no blocks
 left for the next step, the request that was admitted last is preempted: it goes back to the head of the queue, and
 computes again what is no longer known by then. The oldest never is, so every request that fits alone ends.
+
+An interrupt may come between any two instructions. Whoever holds blocks is among the running; a request that moves is
+for a moment in two places rather than in none, and runs then. A pass is either taken back or carried out to its end,
+which doing twice changes nothing: the next call begins with what an interrupt has left.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from types import GeneratorType
 from typing import Literal, SupportsIndex, cast
 
-from pagedkv import PagedStoreExhausted, Waiting, plan_admission
+from pagedkv import PagedStoreExhausted
 from pagedkv._arrays import as_flag, as_size
-from pagedkv._keys import Tokens, as_count, as_namespace, as_stop_tokens, as_token_ids
+from pagedkv._keys import Tokens, as_count, as_namespace, as_share, as_stop_tokens, as_token_ids
+from pagedkv.serving.admission import has_room, is_about_to_be_known
+from pagedkv.serving.counts import SchedulerCounts
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.sequences import ForwardPass, ModelSequence
 from pagedkv.serving.stores import ModelStores
+from pagedkv.serving.tokens import TokenIds
 
 
-@dataclass
-class SchedulerCounts:
-    """What a scheduler has done since its construction.
+@dataclass(eq=False)
+class _Pass:
+    """A forward pass from its opening to its end."""
 
-    Attributes
-    ----------
-    positions_computed : int
-        Rows that went through the model.
-    positions_reused : int
-        Positions that were known when requests started.
-    positions_missed : int
-        Positions that were left to compute then.
-    preemptions : int
-        Times that a request had to give its blocks back and wait again.
-    most_running : int
-        The most requests that ran at once.
+    batch: Batch
+    running: ForwardPass
+    n_computed: int  # `counts.positions_computed` before it
+    unknown: list[tuple[Request, int]]  # whose new rows the prefix caches are still to be told of, the first one last
+    computing: Generator[list[int], None, None] | None = None
+    tokens: list[int] | None = None  # once they are there, it is carried out; before, it is taken back
 
-    Notes
-    -----
-    Threads: belongs to its scheduler's thread.
-
-    Examples
-    --------
-    >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
-    >>> Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8)).counts
-    SchedulerCounts(positions_computed=0, positions_reused=0, positions_missed=0, preemptions=0, most_running=0)
-    """
-
-    positions_computed: int = 0
-    positions_reused: int = 0
-    positions_missed: int = 0
-    preemptions: int = 0
-    most_running: int = 0
+    @property
+    def is_computing(self) -> bool:
+        """A generator knows by itself whether it runs, whatever interrupts it."""
+        return isinstance(self.computing, GeneratorType) and self.computing.gi_running
 
 
 class Scheduler:
@@ -72,6 +63,9 @@ class Scheduler:
         Prompt tokens that one step computes at most, beside those that decode.
     share_prefixes : bool, optional
         Whether requests start on what is known of their tokens, and their own become known.
+    watermark : float, optional
+        The share of each store's blocks, 0 to 1, rounded up, that stay free or evictable when a request starts while
+        others run. They grow into these, so that one that just fits is not preempted at its next block.
 
     Attributes
     ----------
@@ -81,7 +75,7 @@ class Scheduler:
     Raises
     ------
     TypeError, ValueError
-        No stores; ``max_running`` or ``prefill_rows`` is no integer of at least 1.
+        No stores; ``max_running`` or ``prefill_rows`` is no integer of at least 1; ``watermark`` no number from 0 to 1.
 
     Notes
     -----
@@ -105,23 +99,29 @@ class Scheduler:
     """
 
     def __init__(
-        self, stores: ModelStores, *, max_running: int = 32, prefill_rows: int = 256, share_prefixes: bool = True
+        self,
+        stores: ModelStores,
+        *,
+        max_running: SupportsIndex = 32,
+        prefill_rows: SupportsIndex = 256,
+        share_prefixes: bool = True,
+        watermark: float = 0.01,
     ) -> None:
         if not isinstance(stores, ModelStores):
             raise TypeError(f"stores: expected a ModelStores, got {type(stores).__name__}")
-        for name, value in (("max_running", max_running), ("prefill_rows", prefill_rows)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        share = as_share(watermark, "watermark")
         self.stores = stores
         self.counts = SchedulerCounts()
-        self._max_running = max_running
-        self._prefill_rows = prefill_rows
+        self._max_running = as_size(max_running, "max_running", 1, sys.maxsize)
+        self._prefill_rows = as_size(prefill_rows, "prefill_rows", 1, sys.maxsize)
         self._share_prefixes = as_flag(share_prefixes, "share_prefixes")
-        self._queue: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._kept_free = [math.ceil(share * group.store.total_blocks) for group in stores.groups]
+        # Ordered sets: nothing that a step does depends on how many wait.
+        self._queue: OrderedDict[Request, None] = OrderedDict()
+        self._running: OrderedDict[Request, None] = OrderedDict()
         self._n_submitted = 0
         self._admits = True
-        self._pass: ForwardPass | None = None  # the last one; open while it is computed
+        self._pass: _Pass | None = None  # the one that is computed, or that an interrupt has left
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -138,7 +138,7 @@ class Scheduler:
         """Whether nothing waits and nothing runs."""
         return not self._queue and not self._running
 
-    def check_fits(self, n_prompt: int, max_new_tokens: int) -> None:
+    def check_fits(self, n_prompt: SupportsIndex, max_new_tokens: SupportsIndex) -> None:
         """Refuses a request that is empty, or larger than the stores.
 
         Parameters
@@ -151,21 +151,23 @@ class Scheduler:
         TypeError, ValueError
             No integers; it could not run even if it were alone.
         """
-        if as_count(n_prompt, "n_prompt") < 1:
+        n_tokens = as_count(n_prompt, "n_prompt")
+        if n_tokens < 1:
             raise ValueError("the prompt has no tokens")
-        as_size(max_new_tokens, "max_new_tokens", 1, sys.maxsize)
+        n_new = as_size(max_new_tokens, "max_new_tokens", 1, sys.maxsize)
         # The last token that is generated is never computed itself.
-        n_blocks = self.stores.blocks_for(n_prompt + max_new_tokens - 1)
+        n_positions = min(n_tokens + n_new - 1, sys.maxsize)
+        n_blocks = self.stores.blocks_for(n_positions, chunk=self._prefill_rows)
         if n_blocks > self.stores.total_blocks:
             raise ValueError(
-                f"{n_prompt} tokens and {max_new_tokens} new ones need {n_blocks} blocks of {self.stores.block_size}, "
+                f"{n_tokens} tokens and {n_new} new ones need {n_blocks} blocks of {self.stores.block_size}, "
                 f"the stores have {self.stores.total_blocks}"
             )
 
     def submit(
         self,
         prompt: Tokens,
-        max_new_tokens: int,
+        max_new_tokens: SupportsIndex,
         *,
         stop_tokens: Iterable[SupportsIndex] = (),
         namespace: bytes | None = None,
@@ -192,12 +194,13 @@ class Scheduler:
         TypeError, ValueError
             An argument of a wrong kind; no tokens; more than the stores could hold even if it were alone.
         """
-        tokens: list[int] = as_token_ids(prompt, "prompt").tolist()
-        self.check_fits(len(tokens), max_new_tokens)
-        n_new, stops, name = int(max_new_tokens), as_stop_tokens(stop_tokens), as_namespace(namespace)
-        request = Request(self._n_submitted, tokens, n_new, ModelSequence(self.stores), stops, name)
+        ids = as_token_ids(prompt, "prompt")
+        n_new = as_size(max_new_tokens, "max_new_tokens", 1, sys.maxsize)
+        self.check_fits(len(ids), n_new)
+        stops, name = as_stop_tokens(stop_tokens), as_namespace(namespace)
+        request = Request(self._n_submitted, TokenIds(ids), n_new, ModelSequence(self.stores), stops, name)
         self._n_submitted += 1
-        self._queue.append(request)
+        self._queue[request] = None
         return request
 
     def step(self, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]) -> list[Request]:
@@ -220,23 +223,25 @@ class Scheduler:
         PagedStoreExhausted
             Others hold the blocks that a single request needs.
         TypeError, ValueError
-            ``compute`` returned no token ids, or not as many as were asked for.
+            ``compute`` returned no token ids, or not as many as were asked for. In stores with ``debug=True``: K or V
+            that are not finite cannot be known; the tokens stay.
         RuntimeError
             ``compute`` did not write all layers, or has ended ``running``; a step is running.
         """
         if self._is_computing:
             raise RuntimeError("step: this scheduler is computing one")
-        self._end_complete()
-        if self.is_idle:
-            return []
-        batch, running = self._open()
-        self._compute(batch, running, compute)
-        self.counts.positions_computed += running.n_rows
-        for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
-            self._remember(request, n_rows)
-            request.sequence.drop_unneeded()
-        self._end_complete()
-        return list(batch.asking)
+        try:
+            self._settle()
+            opened = self._open()
+            if opened is None:
+                return []
+            opened.computing = self._compute(opened, compute)
+            [opened.tokens] = opened.computing
+            self._settle()
+        except BaseException:
+            self._settle()
+            raise
+        return list(opened.batch.asking)
 
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is. One that has ended stays as it is.
@@ -255,14 +260,14 @@ class Scheduler:
         """
         if not isinstance(request, Request):
             raise TypeError(f"request: expected a Request, got {type(request).__name__}")
-        if request in self._running:
-            if self._is_computing:
-                raise RuntimeError(f"request: {request!r} is being computed; cancel it when the step has returned")
-        elif request not in self._queue:
-            if request.finish_reason is None:
-                raise ValueError(f"request: expected one of this scheduler, got {request!r}")
-            return
-        self._end(request, request.finish_reason or "cancelled")
+        if not self._is_computing:
+            self._settle()
+        elif request in self._running:
+            raise RuntimeError(f"request: {request!r} is being computed; cancel it when the step has returned")
+        if request in self._running or request in self._queue:
+            self._end(request, "cancelled")
+        elif request.finish_reason is None:
+            raise ValueError(f"request: expected one of this scheduler, got {request!r}")
 
     def close(self) -> None:
         """Cancel all requests. No request holds a block any more; what the prefix caches know stays known.
@@ -272,6 +277,8 @@ class Scheduler:
         RuntimeError
             A step is being computed.
         """
+        if self._is_computing:
+            raise RuntimeError("close: a step is being computed")
         for request in (*self._running, *self._queue):
             self.cancel(request)
 
@@ -279,123 +286,146 @@ class Scheduler:
 
     @property
     def _is_computing(self) -> bool:
-        return self._pass is not None and self._pass.is_open
+        return self._pass is not None and self._pass.is_computing
 
-    def _plan(self) -> Batch:
-        """Admits what fits, and says how many tokens of which request the next pass computes."""
-        self._admit()
-        rows = []
-        rows_left = self._prefill_rows
-        for request in self._running:
-            n_rows = 1 if request.n_pending == 1 else min(request.n_pending, rows_left)
-            if n_rows:
-                rows.append((request, n_rows))
-            if request.n_pending > 1:
-                rows_left -= n_rows
-        return Batch.of(rows)
-
-    def _open(self) -> tuple[Batch, ForwardPass]:
-        """The next batch that there are blocks for."""
+    def _open(self) -> _Pass | None:
+        """The next batch that there are blocks for, if there is one."""
         while True:
+            self._admit()
+            if not self._running:
+                return None
             batch = self._plan()
+            # Known before it opens: an interrupt may leave it open.
+            running = ForwardPass.__new__(ForwardPass)
+            rows = list(zip(batch.requests, batch.query_lens, strict=True))
+            self._pass = _Pass(batch, running, self.counts.positions_computed, rows[::-1])
             try:
-                return batch, ForwardPass(self.stores, [each.sequence for each in batch.requests], batch.query_lens)
+                ForwardPass.__init__(running, self.stores, [each.sequence for each in batch.requests], batch.query_lens)
+                return self._pass
             except PagedStoreExhausted:
                 if not self._preempt():
                     raise
 
+    def _plan(self) -> Batch:
+        """How many tokens of which request the next pass computes."""
+        rows = []
+        rows_left = self._prefill_rows
+        for request in self._running:
+            n_rows = n_pending = request.n_pending
+            if n_pending > 1:
+                n_rows = min(n_pending, rows_left)
+                rows_left -= n_rows
+            if n_rows:
+                rows.append((request, n_rows))
+        return Batch.of(rows)
+
     def _compute(
-        self, batch: Batch, running: ForwardPass, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]
-    ) -> None:
-        """K and V of the batch and its tokens are there, or nothing is."""
-        lengths = [len(request.tokens) for request in batch.asking]
-        try:
-            self._pass = running
-            found = compute(batch, running)
-            given = tuple(found) if isinstance(found, Iterator) else cast(Tokens, found)
-            tokens: list[int] = as_token_ids(given, "compute").tolist()
-            if len(tokens) != len(batch.asking):
-                raise ValueError(f"compute: expected {len(batch.asking)} tokens, got {len(tokens)}")
-            running.commit()
-            for request, token in zip(batch.asking, tokens, strict=True):
-                request.tokens.append(token)
-        except BaseException:
-            running._take_back()  # compute may have committed it
-            for request, length in zip(batch.asking, lengths, strict=True):
-                del request.tokens[length:]
-            raise
+        self, opened: _Pass, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]
+    ) -> Generator[list[int], None, None]:
+        """Yields once, the tokens that were asked for, when K and V of the batch are there."""
+        n_asked = len(opened.batch.asking)
+        found = compute(opened.batch, opened.running)
+        given = tuple(found) if isinstance(found, Iterator) else cast(Tokens, found)
+        tokens: list[int] = as_token_ids(given, "compute").tolist()
+        if len(tokens) != n_asked:
+            raise ValueError(f"compute: expected {n_asked} tokens, got {len(tokens)}")
+        opened.running.commit()
+        yield tokens
+
+    def _settle(self) -> None:
+        """Ends what has begun: a pass that has its tokens is carried out, another one taken back."""
+        last = self._pass
+        if last is not None:
+            if last.tokens is None:
+                last.running._take_back()  # compute may have committed it
+            else:
+                self._carry_out(last, last.tokens)
+            self._pass = None
+        for request in [request for request in self._running if request.finish_reason is not None]:
+            self._end(request, "cancelled")  # an interrupt came first
+
+    def _carry_out(self, done: _Pass, tokens: list[int]) -> None:
+        """What has been computed is counted, and known; the tokens go to their requests, of which some end."""
+        batch, failure = done.batch, None
+        self.counts.positions_computed = done.n_computed + done.running.n_rows
+        for request, row, token in zip(batch.asking, batch.asking_rows, tokens, strict=True):
+            request.tokens._put(batch.positions[row] + 1, token)
+        while done.unknown:  # each is tried once: one that fails must not be in the way of all that follows
+            request, n_rows = done.unknown.pop()
+            try:
+                self._remember(request, n_rows)
+            except Exception as error:
+                failure = error
+            request.sequence.drop_unneeded()
+        for request in batch.asking:
+            if reason := request.end:
+                self._end(request, reason)
+        if failure is not None:
+            raise failure
 
     def _remember(self, request: Request, n_new: int) -> None:
         """What has been computed becomes known, whenever a block is full."""
-        n = request.sequence.seq_len
-        size = self.stores.block_size
-        if self._share_prefixes and n // size > (n - n_new) // size:
-            self.stores.prefixes.insert(request.tokens[:n], request.sequence, namespace=request.namespace)
+        sequence = request.sequence
+        n = sequence.seq_len
+        if self._share_prefixes and n % self.stores.block_size < n_new:
+            ids, handles = request._ids[:n], request._handles
+            self.stores.prefixes.insert(ids, sequence, namespace=request.namespace, handles=handles)
 
     # --- who runs ---
 
     def _admit(self) -> None:
-        if not self._admits:
+        n_most = self._max_running - len(self._running)
+        if not self._queue or n_most <= 0 or (self._running and not self._admits):
             return
-        for request in list(islice(self._queue, self._max_running - len(self._running))):
-            if request not in self._running:  # an interrupt may have left it in both
-                if self._is_about_to_be_known(request):
+        prefilling = [request for request in self._running if request.n_pending > 1]
+        for request in list(islice(self._queue, n_most)):
+            # An interrupt may have left it in both, or when it was about to leave.
+            if request not in self._running and request.finish_reason is None:
+                if self._share_prefixes and is_about_to_be_known(self.stores, request, prefilling):
                     continue
                 if not self._start(request):
                     break  # it keeps its turn: a smaller one behind it must not overtake for ever
-                self._running.append(request)
-            self._queue.remove(request)
+                if request.n_pending > 1:
+                    prefilling.append(request)
+            self._queue.pop(request, None)
         self.counts.most_running = max(self.counts.most_running, len(self._running))
-
-    def _is_about_to_be_known(self, request: Request) -> bool:
-        """Whether waiting for the prompts that are being computed spares it a block or more."""
-        if not self._share_prefixes:
-            return False
-        size = self.stores.block_size
-        n_promised = 0
-        for other in self._running:
-            if other.n_pending > 1 and other.namespace == request.namespace:
-                n_whole = len(other.tokens) - len(other.tokens) % size
-                n_common = min(_common_prefix(request.tokens, other.tokens), len(request.tokens) - 1)
-                n_promised = max(n_promised, min(n_common, n_whole))
-        if n_promised < size:
-            return False
-        return n_promised >= size + self.stores.prefixes.match(request.tokens, namespace=request.namespace)
 
     def _start(self, request: Request) -> bool:
         """Takes the blocks of what is to be computed; False if they are not free while others run."""
-        sequence = request.sequence
-        sequence.release()  # an interrupt may have left it with blocks
-        try:
-            n_reused = 0
-            if self._share_prefixes:
-                n_reused = self.stores.prefixes.attach(sequence, request.tokens, namespace=request.namespace)
-                sequence.drop_unneeded()
-            # Where nobody runs who could give back, the stores are asked: their refusal says what is missing.
-            if self._running and not self._has_room(sequence, request.n_pending):
-                sequence.release()
+        sequence, others = request.sequence, bool(self._running)
+        n_known = self.stores.prefixes._match(request._ids, request.namespace) if self._share_prefixes else 0
+        kept = self._kept_free if others else [0] * len(self._kept_free)
+        if not has_room(self.stores, request, n_known, self._prefill_rows, kept):
+            if others:
                 return False
+            # Nobody runs who could give back. The stores are asked: their refusal says what is missing.
             sequence.reserve(request.n_pending, chunk=self._prefill_rows)
-        except PagedStoreExhausted:  # or another thread was faster
             sequence.release()
-            if not self._running:
+        self._running[request] = None
+        n_reused = 0
+        try:
+            if self._share_prefixes:
+                n_reused = self.stores.prefixes.attach(sequence, request._ids, namespace=request.namespace)
+                sequence.drop_unneeded()
+            sequence.reserve(request.n_pending, chunk=self._prefill_rows)
+        except PagedStoreExhausted:  # another thread was faster
+            sequence.release()
+            del self._running[request]
+            if not others:
                 raise
             return False
-        if request.n_reused is None:
-            request.n_reused = n_reused
-        self.counts.positions_reused += n_reused
-        self.counts.positions_missed += request.n_pending
+        self._count_start(request, n_reused)
         return True
 
-    def _has_room(self, sequence: ModelSequence, n_new: int) -> bool:
-        """Whether so many positions more fit into all stores, with eviction."""
-        for group, cache in zip(self.stores.groups, sequence.caches, strict=True):
-            n_positions = cache.seq_len + group.shape.most_held(n_new, self._prefill_rows, self.stores.block_size)
-            asked = Waiting(n_positions=n_positions, cache=cache)
-            [answer] = plan_admission(group.store, [asked], prefix=group.prefix)
-            if not answer.can_start:
-                return False
-        return True
+    def _count_start(self, request: Request, n_reused: int) -> None:
+        counts = self.counts
+        if request.n_reused is None:
+            request.n_reused = n_reused
+            counts.positions_reused += n_reused
+            counts.positions_missed += request.n_pending
+        else:
+            counts.positions_restored += n_reused
+            counts.positions_recomputed += request.n_pending
 
     def _preempt(self) -> bool:
         """Makes room: the request admitted last gives its blocks back and waits again, at the head of the queue.
@@ -405,35 +435,20 @@ class Scheduler:
         """
         if len(self._running) < 2:
             return False
-        # In this order: an interrupt in between leaves it in both places rather than in none.
-        self._queue.appendleft(self._running[-1])
-        self._running.pop().sequence.release()
+        request = next(reversed(self._running))
+        self._queue[request] = None
+        self._queue.move_to_end(request, last=False)
+        request._release()
+        del self._running[request]
         self._admits = False
         self.counts.preemptions += 1
         return True
 
     def _end(self, request: Request, reason: Literal["stop", "length", "cancelled"]) -> None:
-        request.finish_reason = reason
-        request.sequence.release()
-        for place in (self._running, self._queue):
-            if request in place:
-                place.remove(request)
+        """Also one that an interrupt left on its way out: it ends as it was about to."""
+        if request.finish_reason is None:
+            request.finish_reason = reason
         self._admits = True
-
-    def _end_complete(self) -> None:
-        """Those that have their last token, and those that an interrupt left on their way out."""
-        for request in self.running:
-            if reason := request.finish_reason or request.end:
-                self._end(request, reason)
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """How many tokens at the beginning are equal."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        request._release()
+        self._queue.pop(request, None)
+        self._running.pop(request, None)

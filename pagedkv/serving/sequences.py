@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy.typing as npt
 
 from pagedkv import PagedKvCache, Step
+from pagedkv._arrays import as_size
 from pagedkv._batch import truncate_all
+from pagedkv._keys import as_count
 from pagedkv.serving.stores import LayerGroup, ModelStores
+
+
+def _each(method: Callable[..., object], *arguments: Iterable[object]) -> None:
+    """The same for every store, as one call of compiled code: no interrupt comes between two stores."""
+    deque(map(method, *arguments), maxlen=0)
+
+
+def _check_stores(stores: object) -> None:
+    if not isinstance(stores, ModelStores):
+        raise TypeError(f"stores: expected a ModelStores, got {type(stores).__name__}")
 
 
 @dataclass(eq=False)
@@ -24,8 +38,15 @@ class ModelSequence:
     caches : list of PagedKvCache, optional
         One for each store, in the order of ``stores.groups``; new ones without it.
 
+    Raises
+    ------
+    TypeError, ValueError
+        No stores, something else than caches, or not as many.
+
     Notes
     -----
+    `copy.copy` and `copy.deepcopy` do what `clone` does.
+
     Threads: belongs to one thread at a time, as its caches do.
 
     Examples
@@ -41,10 +62,16 @@ class ModelSequence:
     caches: list[PagedKvCache] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        _check_stores(self.stores)
+        if not isinstance(self.caches, (list, tuple)):
+            raise TypeError(f"caches: expected a list of PagedKvCache, got {type(self.caches).__name__}")
         if not self.caches:
             self.caches = [PagedKvCache() for _ in self.stores.groups]
         if len(self.caches) != len(self.stores.groups):
             raise ValueError(f"caches: expected {len(self.stores.groups)}, one for each store, got {len(self.caches)}")
+        for number, cache in enumerate(self.caches):
+            if not isinstance(cache, PagedKvCache):
+                raise TypeError(f"caches[{number}]: expected a PagedKvCache, got {type(cache).__name__}")
 
     @property
     def seq_len(self) -> int:
@@ -61,10 +88,10 @@ class ModelSequence:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSequence:
         return self.clone()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("ModelSequence: cannot be pickled, it holds blocks of stores by id")
 
-    def can_truncate_to(self, n_positions: int) -> bool:
+    def can_truncate_to(self, n_positions: SupportsIndex) -> bool:
         """Whether all that a query from there on can see is still held.
 
         Parameters
@@ -78,14 +105,15 @@ class ModelSequence:
 
         Raises
         ------
-        TypeError
-            No number.
+        TypeError, ValueError
+            No integer of at least 0.
         """
-        return n_positions <= self.seq_len and all(
-            cache.first_position <= group.shape.first_needed(n_positions) for group, cache in self._places()
+        n = as_count(n_positions, "n_positions")
+        return n <= self.seq_len and all(
+            cache.first_position <= group.shape.first_needed(n) for group, cache in self._places()
         )
 
-    def truncate(self, n_positions: int) -> None:
+    def truncate(self, n_positions: SupportsIndex) -> None:
         """Cuts the caches that are longer.
 
         Parameters
@@ -100,7 +128,7 @@ class ModelSequence:
         """
         truncate_all(tuple(self.caches), n_positions)
 
-    def reserve(self, n_new: int, *, chunk: int | None = None) -> None:
+    def reserve(self, n_new: SupportsIndex, *, chunk: SupportsIndex | None = None) -> None:
         """Takes the blocks of so many positions in every store, or none.
 
         Parameters
@@ -115,11 +143,14 @@ class ModelSequence:
         ------
         PagedStoreExhausted
             They are not free now. The sequence holds no reserved blocks.
+        TypeError, ValueError
+            No numbers; a ``chunk`` below 1.
         """
+        n = as_count(n_new, "n_new")
+        piece = None if chunk is None else as_size(chunk, "chunk", 1, sys.maxsize)
         try:
             for group, cache in self._places():
-                n = n_new if chunk is None else group.shape.most_held(n_new, chunk, group.store.block_size)
-                cache.reserve(group.store, n)
+                cache.reserve(group.store, n if piece is None else group._growth(cache.seq_len, n, piece))
         except BaseException:
             self.give_back_reserved()
             raise
@@ -132,12 +163,12 @@ class ModelSequence:
     def drop_unneeded(self) -> None:
         """Gives back what the windows have left behind."""
         for group, cache in self._places():
-            cache.drop_before(group.store, group.shape.first_needed(cache.seq_len))
+            if group.shape.window is not None:
+                cache.drop_before(group.store, group.shape.first_needed(cache.seq_len))
 
     def release(self) -> None:
         """Gives every block back."""
-        for group, cache in self._places():
-            cache.release(group.store)
+        _each(PagedKvCache.release, self.caches, self.stores._stores)
 
     def _places(self) -> Iterator[tuple[LayerGroup, PagedKvCache]]:
         return zip(self.stores.groups, self.caches, strict=True)
@@ -152,13 +183,15 @@ class ForwardPass:
     ----------
     stores : ModelStores
         Those of the model.
-    sequences : sequence of ModelSequence
+    sequences : iterable of ModelSequence
         The batch, in the order of its rows; each once.
-    query_lens : sequence of int
-        New positions of each.
+    query_lens : int, or an iterable or integer array of them ``[len(sequences)]``
+        New positions of each. One number stands for all.
 
     Attributes
     ----------
+    query_lens : tuple of int
+        One for each sequence.
     n_rows : int
         New positions of all sequences together: ``sum(query_lens)``.
     written : set of int
@@ -191,25 +224,42 @@ class ForwardPass:
     3
     """
 
-    def __init__(self, stores: ModelStores, sequences: Sequence[ModelSequence], query_lens: Sequence[int]) -> None:
+    is_open = False  # until it is: an interrupt may come before
+    _steps: tuple[Step, ...] = ()
+    _before: tuple[tuple[ModelSequence, int], ...] = ()
+
+    def __init__(
+        self,
+        stores: ModelStores,
+        sequences: Iterable[ModelSequence],
+        query_lens: SupportsIndex | Iterable[SupportsIndex] | npt.NDArray[Any],
+    ) -> None:
+        _check_stores(stores)
+        if not isinstance(sequences, Iterable):
+            raise TypeError(f"sequences: expected several ModelSequence, got {type(sequences).__name__}")
         self.stores = stores
         self.sequences = tuple(sequences)
-        self.query_lens = tuple(query_lens)
-        self.n_rows = sum(self.query_lens)
-        self.written: set[int] = set()
         for number, sequence in enumerate(self.sequences):
             if not isinstance(sequence, ModelSequence):
                 raise TypeError(f"sequences[{number}]: expected a ModelSequence, got {type(sequence).__name__}")
             if sequence.stores is not stores:
                 raise ValueError(f"sequences[{number}]: expected one of {stores!r}, got one of {sequence.stores!r}")
-        self._seq_lens = [sequence.seq_len for sequence in self.sequences]
-        self.is_open = True
-        self._steps: list[Step] = []
+        if len(set(self.sequences)) < len(self.sequences):
+            raise ValueError("sequences: expected each once, got one of them twice")
+        lens: Any = tuple(query_lens) if isinstance(query_lens, Iterator) else query_lens
+        self._before = tuple([(sequence, sequence.seq_len) for sequence in self.sequences])
+        self._steps = tuple(
+            [
+                Step(group.store, [sequence.caches[number] for sequence in self.sequences], lens)
+                for number, group in enumerate(stores.groups)
+            ]
+        )
+        self.query_lens = self._steps[0].query_lens
+        self.n_rows = self._steps[0].n_rows
+        self.written: set[int] = set()
         try:
-            for number, group in enumerate(stores.groups):
-                step = Step(group.store, [sequence.caches[number] for sequence in self.sequences], self.query_lens)
-                self._steps.append(step)
-                step.__enter__()
+            self.is_open = True
+            _each(Step.__enter__, self._steps)
         except BaseException:
             self.rollback()
             raise
@@ -291,8 +341,7 @@ class ForwardPass:
             missing = sorted(set(range(self.stores.n_layers)) - self.written)
             raise RuntimeError(f"the forward pass did not reach layers {missing}; it was taken back")
         try:
-            for step in self._steps:
-                step.commit()
+            _each(Step.commit, self._steps)
             self.is_open = False
         except BaseException:
             self._take_back()
@@ -308,6 +357,5 @@ class ForwardPass:
         self.is_open = False
         for step in self._steps:
             step.__exit__(GeneratorExit, None, None)  # one that is open is rolled back, others take no notice
-        # The stores commit one after the other: those that did before an interrupt are taken back.
-        for sequence, length in zip(self.sequences, self._seq_lens, strict=True):
+        for sequence, length in self._before:
             sequence.truncate(length)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from pagedkv import PagedKvStore, PrefixCache
 from pagedkv._arrays import as_size
+from pagedkv._keys import as_count
 from pagedkv.serving.prefixes import ModelPrefixes
 from pagedkv.shapes import LayerShape, group_layers
 
@@ -61,6 +62,22 @@ class LayerGroup:
     def row_dtype(self) -> str:
         """What rows are handed to the store as without being converted twice: its dtype if that is a float."""
         return self.store.dtype if self.store.dtype in ("float16", "bfloat16") else "float32"
+
+    # A sequence grows by `chunk` positions at a time, and gives back whole blocks that its window has left behind.
+
+    def _first_held(self, seq_len: int) -> int:
+        """Of a sequence of so many positions: where the block begins that has the first one it still needs."""
+        return self.shape.first_needed(seq_len) // self.store.block_size * self.store.block_size
+
+    def _growth(self, seq_len: int, n_new: int, chunk: int) -> int:
+        """The positions beyond ``seq_len`` for which it must have blocks, so as never to hold more at once."""
+        n_held = seq_len - self._first_held(seq_len)
+        return self.shape.most_held(n_held + n_new, chunk, self.store.block_size) - n_held
+
+    def _most_blocks(self, n_positions: int, chunk: int | None) -> int:
+        """The most that it holds on its way there."""
+        size = self.store.block_size
+        return -(-self.shape.most_held(n_positions, n_positions if chunk is None else chunk, size) // size)
 
     @property
     def n_blocks_in_use(self) -> int:
@@ -122,6 +139,8 @@ class ModelStores:
         dtype: _DType = "float32",
         debug: bool = False,
     ) -> None:
+        if not isinstance(shapes, Iterable):
+            raise TypeError(f"shapes: expected a LayerShape for each layer, got {type(shapes).__name__}")
         shapes = tuple(shapes)
         if not shapes:
             raise ValueError("shapes: expected one for each layer, got none")
@@ -148,6 +167,7 @@ class ModelStores:
             groups.append(LayerGroup(shape, layers, store, PrefixCache(store)))
         self.groups = tuple(groups)
         self.prefixes = ModelPrefixes(group.prefix for group in groups)
+        self._stores = tuple([group.store for group in groups])
 
     @property
     def n_layers(self) -> int:
@@ -201,13 +221,16 @@ class ModelStores:
         """The group that a layer belongs to. Arguments and errors as for `place_of`."""
         return self.groups[self.place_of(layer)[0]]
 
-    def blocks_for(self, n_positions: int) -> int:
-        """Blocks of a store that so many positions take at most; a window makes it fewer.
+    def blocks_for(self, n_positions: SupportsIndex, *, chunk: SupportsIndex | None = None) -> int:
+        """The most blocks that a sequence holds in one of the stores while it grows to so many positions.
 
         Parameters
         ----------
         n_positions : int
             Of one sequence.
+        chunk : int, optional
+            Who grows by that many at a time and drops what is left behind needs no more than a window and a chunk
+            where there is a window. Without it, it grows at once.
 
         Returns
         -------
@@ -215,10 +238,12 @@ class ModelStores:
 
         Raises
         ------
-        TypeError
-            No number.
+        TypeError, ValueError
+            No numbers; a ``chunk`` below 1.
         """
-        return -(-n_positions // self.block_size)
+        n = as_count(n_positions, "n_positions")
+        piece = None if chunk is None else as_size(chunk, "chunk", 1, sys.maxsize)
+        return max([group._most_blocks(n, piece) for group in self.groups])
 
     def __repr__(self) -> str:
         groups = ", ".join(f"{len(group.layers)} layers of window {group.window}" for group in self.groups)

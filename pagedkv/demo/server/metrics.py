@@ -69,6 +69,14 @@ class _State(Collector):
         yield CounterMetricFamily(
             "pagedkv_prefix_missed_tokens", "Tokens that were left to compute.", counts.positions_missed
         )
+        yield CounterMetricFamily(
+            "pagedkv_restored_tokens",
+            "Tokens whose K/V was still there when a preempted request started again.",
+            counts.positions_restored,
+        )
+        yield CounterMetricFamily(
+            "pagedkv_recomputed_tokens", "Tokens that were left to compute once more then.", counts.positions_recomputed
+        )
         blocks = GaugeMetricFamily("pagedkv_blocks", "Blocks of each store by state.", labels=["store", "state"])
         evicted = CounterMetricFamily("pagedkv_blocks_evicted", "Blocks forgotten for others.", labels=["store"])
         for group in self._scheduler.stores.groups:

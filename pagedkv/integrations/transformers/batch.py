@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Literal, SupportsIndex, cast
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
-from pagedkv._arrays import as_flag
+from pagedkv._arrays import as_flag, as_size
 from pagedkv._keys import as_namespace, as_stop_tokens
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys
 from pagedkv.integrations.transformers.stores import PagedStores
-from pagedkv.serving import Batch, ForwardPass, Request, Scheduler
+from pagedkv.serving import Batch, ForwardPass, Request, Scheduler, TokenIds
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ def generate_batch(
     stop_tokens: Iterable[int] = (),
     logits_processor: LogitsProcessorList | None = None,
     seed: int | None = None,
-    max_running: int = 32,
-    prefill_rows: int = 256,
+    max_running: SupportsIndex = 32,
+    prefill_rows: SupportsIndex = 256,
     share_prefixes: bool = True,
     namespace: bytes | None = None,
     progress: bool = False,
@@ -148,14 +150,17 @@ def generate_batch(
     tokens = [_as_tokens(prompt, number, model) for number, prompt in enumerate(prompts)]
     lengths = [_count_new(config, len(prompt), number) for number, prompt in enumerate(tokens)]
     namespace, shows = as_namespace(namespace), as_flag(progress, "progress")
-    if stores is None:
-        stores = PagedStores(model, _blocks_for_the_longest(max_running, tokens, lengths), block_size=_BLOCK_SIZE)
+    n_most = as_size(max_running, "max_running", 1, sys.maxsize)
+    spare: dict[str, Any] = {}
+    if stores is None:  # these hold the longest to their end
+        spare = {"watermark": 0.0}
+        stores = PagedStores(model, _blocks_for_the_longest(n_most, tokens, lengths), block_size=_BLOCK_SIZE)
     elif not isinstance(stores, PagedStores):
         raise TypeError(f"stores: expected a PagedStores, got {type(stores).__name__}")
     elif stores.n_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise ValueError(f"stores: expected those of this model, got {stores!r}")
     scheduler = Scheduler(
-        stores, max_running=max_running, prefill_rows=prefill_rows, share_prefixes=share_prefixes
+        stores, max_running=n_most, prefill_rows=prefill_rows, share_prefixes=share_prefixes, **spare
     )
     model._prepare_special_tokens(config, device=model.device)
     stops = as_stop_tokens(stop_tokens)
@@ -180,7 +185,7 @@ _BLOCK_SIZE = 16
 def _blocks_for_the_longest(n: int, tokens: list[list[int]], lengths: list[int]) -> int:
     """Blocks that the n longest requests hold together."""
     needed = (-(-(len(prompt) + n_new - 1) // _BLOCK_SIZE) for prompt, n_new in zip(tokens, lengths, strict=True))
-    return max(1, sum(sorted(needed, reverse=True)[: max(n, 1) if isinstance(n, int) else None]))
+    return max(1, sum(sorted(needed, reverse=True)[:n]))
 
 
 def _run(
@@ -271,8 +276,8 @@ class _Sampler:
             self._generator.manual_seed(seed + request.number)
         self.is_greedy = not self._draws and not self._processors
 
-    def choose(self, tokens: list[int], logits: torch.Tensor) -> int:
-        scores = self._processors(torch.tensor([tokens]), logits[None].to(torch.float32, copy=True))
+    def choose(self, tokens: TokenIds, logits: torch.Tensor) -> int:
+        scores = self._processors(torch.from_numpy(np.array([tokens])), logits[None].to(torch.float32, copy=True))
         if self._draws:
             return int(torch.multinomial(scores.softmax(dim=-1)[0], 1, generator=self._generator))
         return int(scores[0].argmax())
