@@ -35,6 +35,7 @@ MODULES = {
     "pagedkv._arrays": [],
     "pagedkv._rows": ["pagedkv/_kernels/pages.h"],
     "pagedkv.allocator": [],
+    "pagedkv.pieces": [],
     "pagedkv.store": [],
     "pagedkv.contiguous": [],
     "pagedkv.sequence": [],

@@ -6,6 +6,7 @@ attention reads straight through the tables. Each name below has a page of its o
 - Blocks and sequences: `PagedKvStore`, `PagedKvCache`; contiguous ones, to compare with: `KvCache`, `KvBlockPool`.
 - A forward pass of a batch, all of it or none: `Step`. Attention without one: `paged_attention`, `attention`.
 - Beginnings that are computed once: `PrefixCache` with `PrefixHandle`. Forks: `PagedKvCache.clone`, `reorder`.
+- Blocks as they are stored: `PagedKvStore.pieces` with `BlockPieces`, `PagedKvStore.fill` with `BlockFilling`.
 - Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
 - Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `PrefixStats`, `cpu_info` with `CpuInfo`.
 - Threads: `get_num_threads`, `set_num_threads`.
@@ -35,6 +36,7 @@ from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.cpu import CpuInfo, cpu_info
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
+from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.prefix import PrefixCache, PrefixHandle
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import PrefixStats, StoreStats
@@ -47,7 +49,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
+    "BlockFilling",
     "BlockMap",
+    "BlockPieces",
     "CpuInfo",
     "KvBlockPool",
     "KvCache",

@@ -31,6 +31,11 @@ cdef class BlockRows:
         cdef const char* address = <const char*>cnp.PyArray_DATA(rows)
         return self.memory <= address < self.memory + self.n_bytes
 
+    # Where a block begins in a layer: `block_size` rows lie there one after the other.
+    cdef inline char* address(self, Py_ssize_t layer, Py_ssize_t block) noexcept nogil:
+        return (<char*>self.memory + layer * (self.n_bytes // self.n_layers)
+                + block * self.block_size * self.row_bytes)
+
     cdef const RowFormat* conversion(self, GivenRows src) noexcept nogil
     # `src`: one row a layer.
     cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil

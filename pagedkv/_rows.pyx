@@ -156,11 +156,9 @@ cdef class BlockRows:
 
     cdef Py_ssize_t trim(self, Py_ssize_t block, Py_ssize_t n) noexcept nogil:
         """Give the memory of n neighbouring blocks back to the system, as far as they have whole pages; returns bytes."""
-        cdef Py_ssize_t layer, n_bytes = 0, block_bytes = self.block_size * self.row_bytes
-        cdef Py_ssize_t layer_bytes = self.n_bytes // max(self.n_layers, 1)
-        cdef char* start = <char*>self.memory + block * block_bytes
+        cdef Py_ssize_t layer, n_bytes = 0
         for layer in range(self.n_layers):
-            n_bytes += give_back_pages(start + layer * layer_bytes, start + layer * layer_bytes + n * block_bytes)
+            n_bytes += give_back_pages(self.address(layer, block), self.address(layer, block + n))
         return n_bytes
 
     cdef bint is_finite(self, Py_ssize_t block) except -1:

@@ -7,11 +7,13 @@ level it trusts its arguments, but for what a caller gave as rows, and for ids t
 cimport cython
 cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
+from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
 from pagedkv._kernels.rows cimport NOGIL_FROM
 from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
 from pagedkv.allocator cimport BlockAllocator, ByteBudget
+from pagedkv.pieces cimport BlockFilling, BlockPieces, HeldBlocks
 
 import os
 import sys
@@ -415,6 +417,97 @@ prefault=False, debug=False)\n--\n
             raise ValueError(f"dst: expected a block with one holder, got {target}, "
                              f"which has {self.blocks.counts[target]}")
         self.copy_shared_rows(<int32_t>target, <int32_t>source, self.block_size)
+
+    # --- blocks as they are stored ---
+
+    def pieces(self, ids):
+        """The bytes of blocks as they lie in memory, all layers, not copied: to be written to a file or a socket.
+
+        Parameters
+        ----------
+        ids : list, tuple, range or integer array ``[n]``
+            Blocks that someone holds.
+
+        Returns
+        -------
+        BlockPieces
+            Read-only memoryviews, in an order that is described there. It holds the blocks until the end of its ``with``
+            block, or `BlockPieces.release`.
+
+        Raises
+        ------
+        TypeError, IndexError, ValueError
+            No integers; an id out of range, or of a block that nobody holds. Nothing was changed.
+
+        Examples
+        --------
+        >>> import io, pagedkv
+        >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=2, head_dim=4)
+        >>> ids = store.acquire(2)
+        >>> file = io.BytesIO()
+        >>> with store.pieces(ids) as pieces:
+        ...     file.writelines(pieces.views)
+        >>> file.tell() == 2 * store.nbytes // store.total_blocks
+        True
+        """
+        cdef int32_t[::1] given = as_ids(ids, "ids", self.blocks.total)
+        cdef Py_ssize_t bad, n = given.shape[0]
+        cdef HeldBlocks held = HeldBlocks.of(self, self.blocks, self.k, self.v, n, False)
+        cdef BlockPieces pieces = BlockPieces.of(held)
+        if n:
+            memcpy(held.ids, &given[0], n * sizeof(int32_t))
+            bad = self.blocks.retain(held.ids, n)
+            if bad >= 0:
+                raise ValueError(f"ids: expected blocks that someone holds, got {held.ids[bad]}, which is free")
+            held.n = n
+        self.after_change()
+        return pieces
+
+    def fill(self, n):
+        """Take ``n`` free blocks to be filled with stored bytes, out of sight.
+
+        Parameters
+        ----------
+        n : int
+            Number of blocks, 0 or more.
+
+        Returns
+        -------
+        BlockFilling
+            Writable memoryviews, in the order of `BlockPieces`. At the end of its ``with`` block, or by
+            `BlockFilling.commit`, the blocks are the caller's; left by an exception, they are free again.
+
+        Raises
+        ------
+        PagedStoreExhausted
+            Fewer are free, and the store's `PrefixCache` could not give up as many. Nothing was changed.
+        TypeError, ValueError
+            ``n`` is no integer of at least 0.
+
+        Examples
+        --------
+        >>> import io, pagedkv
+        >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=2, head_dim=4)
+        >>> file = io.BytesIO(bytes(2 * store.nbytes // store.total_blocks))
+        >>> with store.fill(2) as filling:
+        ...     for view in filling.views:
+        ...         if file.readinto(view) != len(view):
+        ...             raise EOFError
+        >>> filling.ids
+        [0, 1]
+        """
+        cdef Py_ssize_t count = as_size(n, "n", 0, MAX_SIZE)
+        if count > self.blocks.n_free():
+            self.end_terms()
+        if count > self.blocks.n_most():  # not worth an array of that size
+            raise self.exhausted(count, 0)
+        cdef HeldBlocks held = HeldBlocks.of(self, self.blocks, self.k, self.v, count, True)
+        cdef BlockFilling filling = BlockFilling.fill(held)
+        if count and not self.take(held.ids, count):
+            raise self.exhausted(count, 0)
+        held.n = count
+        self.after_change()
+        return filling
 
     # --- looking after it ---
 

@@ -103,6 +103,63 @@ def _(world):
     return [lambda: world.store.copy_block(Indexed(source), Indexed(world.loose[0]))]
 
 
+@scenario("PagedKvStore", "pieces")
+def _(world):
+    return show(world, world.start("a", text(1, 9), 9).block_table.tolist())
+
+
+@scenario("PagedKvStore", "pieces of what would go", alone=True)
+def _(world):
+    world.know(text(2, 30))
+    world.know(text(3, 9))
+    return show(world, world.prefixes.match_blocks(text(2, 31)).tolist())
+
+
+def show(world, ids):
+    right = b"".join(world.store.pieces(ids).views)
+
+    def act():
+        with world.store.pieces(strange(ids)) as pieces:
+            assert b"".join(pieces.views) == right
+            view = pieces.views[3][1:5]
+        assert len(view) == 4  # held by it alone, until it goes
+
+    return [act, lambda: world.store.pieces(ids), act]
+
+
+@scenario("PagedKvStore", "fill", hands_over=True)
+def _(world):
+    world.know(text(2, 60))
+    ids = world.start("a", text(1, 9), 9).block_table.tolist()
+
+    def act():
+        with world.store.pieces(ids) as pieces, world.store.fill(Indexed(len(ids))) as filling:
+            for view, empty in zip(pieces.views, filling.views, strict=True):
+                empty[:] = view
+            world.kept["ids"] = filling.commit(Indexed(2))
+
+    def taken_back():  # leaves the traces of blocks that came and went
+        world.store.fill(len(ids)).release()
+
+    world.alternatives.append(taken_back)
+    return [act]
+
+
+@scenario("PagedKvStore", "fill, ended by an error")
+def _(world):
+    world.know(text(2, 60))
+
+    def act():
+        try:
+            with world.store.fill(Indexed(12)) as filling:
+                filling.views[0][0] = 1
+                raise ArithmeticError
+        except ArithmeticError:
+            pass
+
+    return [act]
+
+
 @scenario("PagedKvStore", "looking")
 def _(world):
     world.know(text(2, 8), ttl=1)

@@ -23,6 +23,7 @@ FLOORS = [
     ["_radix"],  # what is known of token ids: C level too
     ["_arrays", "_guard"],  # what the caller gave, checked; who may use it now
     ["allocator", "_rows", "_keys", "threads"],
+    ["pieces"],  # the bytes of blocks, shown to callers
     ["store", "cpu"],
     ["contiguous"],
     ["sequence"],

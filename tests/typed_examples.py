@@ -115,6 +115,29 @@ def example_blocks() -> None:
         pagedkv.PagedKvStore.from_bytes(1 << 16, 4, 2, 8, prefautl=True)  # type: ignore[call-arg]
 
 
+def example_pieces() -> None:
+    store = pagedkv.PagedKvStore(4, 16, 2, 8)
+    ids = store.acquire(2)
+    with store.pieces(ids) as pieces:
+        assert_type(pieces, pagedkv.BlockPieces)
+        stored = [bytes(view) for view in assert_type(pieces.views, tuple[memoryview, ...])]
+        assert_type(pieces.nbytes, int)
+    pieces.release()
+    with store.fill(np.int64(2)) as filling:
+        assert_type(filling, pagedkv.BlockFilling)
+        for view, of in zip(filling.views, stored, strict=True):
+            view[:] = of
+        assert_type(filling.commit(), list[int])
+    assert_type(filling.ids, list[int])
+    store.fill(3).commit(n=1)
+    with pytest.raises(TypeError):
+        store.fill(2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        store.pieces("0")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        pagedkv.BlockPieces()
+
+
 def example_looking() -> None:
     store, cache = make_store(), pagedkv.PagedKvCache()
     cache.append_contiguous(store, ones(6, 16), ones(6, 16), 6)
