@@ -115,7 +115,7 @@ def test_a_mismatch_is_exit_code_1(path, capsys, monkeypatch):
         result = step(self)
         for request in result:
             if len(request.generated) == 3:
-                request.tokens[-1] = (request.tokens[-1] + 1) % 300
+                request.tokens._put(len(request.tokens) - 1, (request.tokens[-1] + 1) % 300)
         return result
 
     monkeypatch.setattr(Engine, "step", wrong_step)
