@@ -103,16 +103,18 @@ cdef class BlockAllocator:
     # The ids of blocks that are free and were held before, in ascending order: their pages are about to be given back.
     cdef cnp.ndarray begin_trim(self)
 
-    # Begin to know prefixes, and end it: ValueError if somebody does already.
-    cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1
+    # Begin to know prefixes, of layers with a window or with 0, which sees all; and end it: ValueError if somebody does
+    # already.
+    cdef int know(self, Py_ssize_t block_size, int64_t window, uint64_t seed) except -1
     cdef void know_nothing(self) noexcept
-    # How many of the tokens are known; their blocks go to a table, if there is one, which are as many as they need.
+    # How many of the tokens are known, and of use; their blocks go to a table, if there is one, which are as many as they
+    # need, with HOLE for those that a window has left behind.
     cdef Py_ssize_t match(self, Key key, int32_t* table) noexcept
-    # The same for a sequence to start on: each of the blocks has one more holder. OverflowError. What comes of it in the
-    # end is a use of what the key says, of `n_asked` tokens.
-    cdef Py_ssize_t hold(self, Key key, int32_t* table) except -1
+    # The same for a sequence to start on: each of the blocks, from the first one that is seen, has one more holder.
+    # OverflowError. What comes of it in the end is a use of what the key says, of `n_asked` tokens.
+    cdef Py_ssize_t hold(self, Key key, int32_t* table, Py_ssize_t* first) except -1
     cdef void use(self, Key key, Py_ssize_t n_asked) noexcept
-    # Of these blocks, those that could be given up now: a mark for each, 0 or 1.
+    # Of these blocks and holes, those that could be given up now: a mark for each, 0 or 1.
     cdef void mark_idle(self, const int32_t* ids, Py_ssize_t n, unsigned char* marks) noexcept
     # How many blocks of a table are new under these tokens; -3 where the mark, which tokens and table follow, stands for
     # nothing any more. All that can fail, and changes nothing: MemoryError, ValueError.

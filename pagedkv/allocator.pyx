@@ -28,7 +28,7 @@ from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_index, empty_ids
 from pagedkv._radix.faults cimport radix_fault
-from pagedkv._radix.nodes cimport Key, Mark, RadixTree, radix_free, radix_new
+from pagedkv._radix.nodes cimport HOLE, Key, Mark, RadixTree, first_needed, radix_free, radix_new
 from pagedkv._radix.order cimport UNKNOWN, radix_end_terms, radix_goes_before, radix_is_idle, radix_kind
 from pagedkv._radix.tree cimport (
     Insertion, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_is_prepared,
@@ -280,8 +280,8 @@ cdef class BlockAllocator:
 
     # --- what a prefix cache knows ---
 
-    cdef int know(self, Py_ssize_t block_size, uint64_t seed) except -1:
-        cdef RadixTree* tree = radix_new(block_size, self.total, self.counts, seed)
+    cdef int know(self, Py_ssize_t block_size, int64_t window, uint64_t seed) except -1:
+        cdef RadixTree* tree = radix_new(block_size, self.total, window, self.counts, seed)
         cdef bint taken
         if tree is NULL:
             raise MemoryError(f"cannot allocate the books of a prefix cache for {self.total} blocks")
@@ -329,13 +329,14 @@ cdef class BlockAllocator:
             n = radix_match(self.tree, key) if table is NULL else radix_blocks(self.tree, key, table)
         return n
 
-    cdef Py_ssize_t hold(self, Key key, int32_t* table) except -1:
-        cdef Py_ssize_t n, bad
+    cdef Py_ssize_t hold(self, Key key, int32_t* table, Py_ssize_t* first) except -1:
+        cdef Py_ssize_t n, bad, size = self.tree.block_size
         with cython.critical_section(<object>self.budget):
             n = radix_blocks(self.tree, key, table)
-            bad = self.retain_locked(table, (n + self.tree.block_size - 1) // self.tree.block_size)
+            first[0] = first_needed(self.tree, n) // size
+            bad = self.retain_locked(&table[first[0]], (n + size - 1) // size - first[0])
         if bad >= 0:
-            raise OverflowError(f"tokens: block {table[bad]} has as many holders as can be counted")
+            raise OverflowError(f"tokens: block {table[first[0] + bad]} has as many holders as can be counted")
         return n
 
     cdef void use(self, Key key, Py_ssize_t n_asked) noexcept:
@@ -348,7 +349,7 @@ cdef class BlockAllocator:
         cdef Py_ssize_t i
         with cython.critical_section(<object>self.budget):
             for i in range(n):
-                marks[i] = radix_is_idle(self.tree, ids[i])
+                marks[i] = ids[i] != HOLE and radix_is_idle(self.tree, ids[i])
 
     cdef Py_ssize_t prepare_insert(self, Key key, const int32_t* table, int64_t priority, double expires,
                                    const Mark* mark, Insertion* insertion) except -1:
@@ -365,7 +366,7 @@ cdef class BlockAllocator:
                            Insertion* insertion) noexcept:
         cdef Py_ssize_t n
         with cython.critical_section(<object>self.budget):
-            n = insertion.n_new
+            n = insertion.n_added
             if not radix_is_prepared(self.tree, table, insertion):
                 radix_drop(insertion)
                 n = radix_prepare_insert(self.tree, key, table, priority, expires, mark, insertion)

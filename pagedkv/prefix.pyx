@@ -79,7 +79,7 @@ cdef class PrefixHandle:
 
 @cython.no_gc_clear  # the blocks go back to the store when the cache goes: it must still be there
 cdef class PrefixCache:
-    """PrefixCache(store, *, clock=None)\n--\n
+    """PrefixCache(store, *, clock=None, window=None)\n--\n
     Shares the blocks of equal beginnings between sequences that need not live at the same time.
 
     It holds one reference to every block that was inserted. A store that runs short asks it before it
@@ -94,11 +94,15 @@ cdef class PrefixCache:
     clock : callable, optional
         Seconds as a float, never decreasing; what ``ttl`` is measured with; `time.monotonic` without it. It may use the
         prefix cache and the store.
+    window : int, optional
+        Positions that a query of the store's layers sees, itself included, as a `LayerShape` has it. Then a
+        beginning is known as far as all that the next query sees is there; blocks before it may be missing. Without it a
+        query sees all.
 
     Raises
     ------
     TypeError, ValueError
-        No store, or a clock that cannot be called; a store that has a prefix cache already.
+        No store, a clock that cannot be called, or a window below 1; a store that has a prefix cache already.
     RuntimeError
         The store's ``__init__`` has not run.
 
@@ -111,6 +115,10 @@ cdef class PrefixCache:
     salts that use different ones never share a block. Eviction takes from the namespace that holds the most blocks,
     which is the one furthest above an equal share; a burst in one cannot push another below its share as long as
     the first has blocks to give. Shares are an order, no reservation: nothing lies idle while a request is refused.
+
+    Windows: sequences may be inserted after `PagedKvCache.drop_before`, and start with what the window has left behind dropped
+    (`PagedKvCache.first_position`). Where only blocks can be evicted that come before some which sequences hold, these
+    stay known. The ids of tokens stay, 8 bytes each, as long as a block behind them is known.
 
     Names: a block may be inserted under several keys and in several namespaces. It is one block in all counts, is evictable
     as soon as nobody but the prefix cache holds it, and is free when its last name has gone.
@@ -142,15 +150,16 @@ cdef class PrefixCache:
     cdef PagedKvStore _store        # None until __init__ has run
     cdef object clock
 
-    def __init__(self, store, *, clock=None):
+    def __init__(self, store, *, clock=None, window=None):
         cdef PagedKvStore home = as_store(store)
+        cdef Py_ssize_t n_seen = 0 if window is None else as_size(window, "window", 1, sys.maxsize)
         if clock is None:
             clock = time.monotonic
         if not callable(clock):
             raise TypeError(f"clock: expected a callable, got {describe(clock)}")
         if self._store is not None:
             raise RuntimeError("PrefixCache: __init__ runs once")
-        home.know_prefixes(self)
+        home.know_prefixes(self, n_seen)
         self._store = home
         self.clock = clock
 
@@ -170,6 +179,12 @@ cdef class PrefixCache:
     def store(self):
         """The store whose blocks these are."""
         return self._store
+
+    @property
+    def window(self):
+        """Positions that a query sees, itself included; None for all."""
+        self.check_made()
+        return self._store.blocks.tree.window or None
 
     @property
     def evictable_block_count(self):
@@ -237,7 +252,8 @@ cdef class PrefixCache:
     def match_blocks(self, tokens, *, namespace=None):
         """The ids of the whole blocks that `attach` would share: int32 ``[match(tokens) // block_size]``.
 
-        They are not retained: another thread may evict them as soon as this returns.
+        -1 stands for those that a ``window`` has left behind. They are not retained: another thread may evict them as soon
+        as this returns.
 
         Arguments and errors as for `match`.
         """
@@ -252,8 +268,9 @@ cdef class PrefixCache:
     def attach(self, cache, tokens, *, namespace=None):
         """Start an empty sequence on the longest beginning of ``tokens`` that is known.
 
-        Whole blocks are shared. Where the tokens part inside a block, the sequence gets a block of its own and a
-        copy of the rows that match, in all layers; if that block cannot be had, reuse ends before it.
+        Whole blocks are shared, and with a ``window`` only those that the next query sees: ``first_position`` says from
+        where. Where the tokens part inside a block, the sequence gets a block of its own and a copy of the rows that match,
+        in all layers; if that block cannot be had, reuse ends before it.
 
         Parameters
         ----------
@@ -311,8 +328,8 @@ cdef class PrefixCache:
             What the sequence's positions were computed from. Only blocks that lie wholly within both ``n`` and
             ``seq_len`` are taken; what is known already stays as it is.
         cache : PagedKvCache
-            A sequence of the store. Blocks that `PagedKvCache.drop_before` gave back cannot be inserted any more: such
-            a sequence can only continue what is known up to there, or else nothing is inserted.
+            A sequence of the store. Blocks that `PagedKvCache.drop_before` gave back cannot be inserted any more: without
+            a ``window``, such a sequence can only continue what is known up to there, or else nothing is inserted.
         namespace : bytes, optional
             Where they can be found again. None is one of its own.
         priority : int, optional
@@ -328,7 +345,7 @@ cdef class PrefixCache:
         Returns
         -------
         int
-            Blocks that were new under these tokens.
+            Blocks that were new under these tokens, or had been missing.
 
         Raises
         ------
@@ -506,7 +523,8 @@ def common_length(const int64_t[::1] a not None, const int64_t[::1] b not None):
 
 # What a sequence is given in one store.
 cdef struct Share:
-    int32_t* table          # of blocks that it holds already
+    int32_t* table          # of blocks that it holds already, from the first one that is seen
+    Py_ssize_t first
     Py_ssize_t n_blocks
     int32_t tail            # where the rows of the last block go that match; -1 without one
 
@@ -537,12 +555,12 @@ def attach_all(tuple prefixes not None, tuple caches not None, const int64_t[::1
         for i in range(n_stores):
             prefix, cache = <PrefixCache>prefixes[i], <PagedKvCache>caches[i]
             prefix._store.blocks.use(key_of(name, ids, n), ids.shape[0])
-            cache.become(prefix._store, shares[i].table, shares[i].n_blocks, 0, n, prefix._store.block_size)
+            cache.become(prefix._store, shares[i].table, shares[i].n_blocks, shares[i].first, n, prefix._store.block_size)
             shares[i].table = NULL
     finally:
         for i in range(n_locked):
             if shares[i].table is not NULL:
-                (<PrefixCache>prefixes[i])._store.drop_each(shares[i].table, shares[i].n_blocks)
+                let_go((<PrefixCache>prefixes[i])._store, &shares[i])
                 free(shares[i].table)
             (<PagedKvCache>caches[i]).end_write()
         free(shares)
@@ -553,15 +571,11 @@ def attach_all(tuple prefixes not None, tuple caches not None, const int64_t[::1
 
 cdef Py_ssize_t hold_all(tuple prefixes, Share* shares, Key key) except -1:
     """One more holder for the blocks of what all stores know, and a copy of the last one where that is known in part."""
-    cdef Py_ssize_t n_stores = len(prefixes), size, n_blocks, i
+    cdef Py_ssize_t n_stores = len(prefixes), size, i
     cdef PagedKvStore store
     cdef int32_t source
     cdef bint enough = True
-    for i in range(n_stores):
-        store = (<PrefixCache>prefixes[i])._store
-        key.n = store.blocks.hold(key, shares[i].table)
-        shares[i].n_blocks = blocks_for(key.n, store.block_size)
-    # Nothing can fail from here on.
+    key.n = hold_common(prefixes, shares, key)
     size = (<PrefixCache>prefixes[0])._store.block_size if n_stores else 1
     if key.n % size:  # a copy in each store, or in none: what one cannot have the others need not
         for i in range(n_stores):
@@ -571,18 +585,41 @@ cdef Py_ssize_t hold_all(tuple prefixes, Share* shares, Key key) except -1:
                 if shares[i].tail >= 0:
                     (<PrefixCache>prefixes[i])._store.drop(&shares[i].tail, 1)
                     shares[i].tail = -1
-            key.n -= key.n % size
-    n_blocks = blocks_for(key.n, size)
+            key.n = hold_common(prefixes, shares, key_until(key, key.n - key.n % size))  # whole blocks now
     for i in range(n_stores):
         store = (<PrefixCache>prefixes[i])._store
-        store.drop_each(&shares[i].table[n_blocks], shares[i].n_blocks - n_blocks)
-        shares[i].n_blocks = n_blocks
         if shares[i].tail >= 0:
-            source = shares[i].table[n_blocks - 1]
-            shares[i].table[n_blocks - 1] = shares[i].tail
+            source = shares[i].table[shares[i].n_blocks - 1]
+            shares[i].table[shares[i].n_blocks - 1] = shares[i].tail
             store.copy_prefix_rows(shares[i].tail, source, key.n % size)
             store.drop(&source, 1)
     return key.n
+
+
+cdef Py_ssize_t hold_common(tuple prefixes, Share* shares, Key key) except -1:
+    """The longest beginning that all stores know at once, of the key at most: its blocks have one more holder in each."""
+    # Where a window is, a beginning of what is of use need not be: each is asked again until all say the same.
+    cdef Py_ssize_t n_stores = len(prefixes), n_agreed = 0, n, i = 0
+    cdef PagedKvStore store
+    while n_agreed < n_stores:
+        store = (<PrefixCache>prefixes[i])._store
+        let_go(store, &shares[i])
+        n = store.blocks.hold(key, shares[i].table, &shares[i].first)
+        shares[i].n_blocks = blocks_for(n, store.block_size)
+        n_agreed = n_agreed + 1 if n == key.n else 1
+        key.n = n
+        i = (i + 1) % n_stores
+    return key.n
+
+
+cdef void let_go(PagedKvStore store, Share* share) noexcept:
+    store.drop_each(&share.table[share.first], share.n_blocks - share.first)
+    share.first = share.n_blocks = 0
+
+
+cdef Key key_until(Key key, Py_ssize_t n) noexcept:
+    key.n = n
+    return key
 
 
 # --- remembering, in several stores ------------------------------------------------------------------

@@ -60,8 +60,9 @@ cdef class PagedKvStore:
     # The same into a block that was just taken.
     cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
 
-    # `prefixes` knows what blocks hold, from now on until it goes. ValueError if another one does.
-    cdef int know_prefixes(self, object prefixes) except -1
+    # `prefixes` knows what blocks hold, from now on until it goes, of layers with this window; 0 without one. ValueError if
+    # another one does.
+    cdef int know_prefixes(self, object prefixes, Py_ssize_t window) except -1
 
     # ValueError unless somebody holds the block.
     cdef int check_held(self, Py_ssize_t block, str name) except -1

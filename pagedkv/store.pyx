@@ -682,9 +682,9 @@ prefault=False, debug=False)\n--\n
             needed, min(blocks.n_unheld(), max(room, 0) // blocks.block_bytes),
             min(blocks.total, max(most, 0) // blocks.block_bytes), held, self.budget.count_evictable() // blocks.block_bytes)
 
-    cdef int know_prefixes(self, object prefixes) except -1:
+    cdef int know_prefixes(self, object prefixes, Py_ssize_t window) except -1:
         reference = weakref.ref(prefixes)
-        self.blocks.know(self.block_size, int.from_bytes(os.urandom(8), "little"))
+        self.blocks.know(self.block_size, window, int.from_bytes(os.urandom(8), "little"))
         self.prefixes = reference
         return 0
 

@@ -36,13 +36,17 @@ class Sequence:
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(block_size=st.integers(1, 4), total=st.integers(3, 20))
-    def begin(self, block_size, total):
+    @initialize(
+        block_size=st.integers(1, 4),
+        total=st.integers(3, 20),
+        window=st.sampled_from([None, None, None, 1, 2, 3, 4, 6, 9]),
+    )
+    def begin(self, block_size, total, window):
         self.store = pagedkv.PagedKvStore(block_size, total, 1, 1, n_layers=2, debug=True)
         self.size = block_size
         self.clock = Clock()
-        self.prefixes = pagedkv.PrefixCache(self.store, clock=self.clock)
-        self.twin = Prefixes(block_size, self.is_held, self.clock)
+        self.prefixes = pagedkv.PrefixCache(self.store, clock=self.clock, window=window)
+        self.twin = Prefixes(block_size, self.is_held, self.clock, window)
         self.sequences = []
         self.content = {}  # block that is cached -> the bytes of its rows
         self.numbers = itertools.count(1)
@@ -71,27 +75,31 @@ class Machine(RuleBasedStateMachine):
         cache = pagedkv.PagedKvCache()
         free = self.store.free_block_count
         reused = self.prefixes.attach(cache, spell(prompt), namespace=space)
-        whole = self.twin.whole_blocks(space, n, tuple(prompt))
-        sources = self.twin.sources(space, n, tuple(prompt))
-        used = [self.twin.last_used(space, sources)] if sources else [tuple(prompt[:n])] * bool(n)
-        held = {*whole, *(self.twin.spaces[space][source].block for source in used)}
-        for known_tokens in used:
-            self.twin.use(space, known_tokens)
-        if sources and not free:
-            if self.twin.idle() - held:
+        used, held = tuple(prompt[:n]), set(self.twin.seen_blocks(space, n, tuple(prompt)))
+        if sources := self.twin.sources(space, n, tuple(prompt)):
+            used = self.twin.last_used(space, sources)
+            source = self.twin.spaces[space][used].block
+            if free:
+                pass
+            elif self.twin.idle() - held:
                 self.evict_twin(1, held)
             else:
-                n -= n % self.size
+                n = self.twin.usable(space, n - n % self.size, tuple(prompt))
+                used = tuple(prompt[:n])
                 self.refused += 1
         assert reused == cache.seq_len == n
-        assert cache.block_table[: len(whole)].tolist() == whole[: len(cache.block_table)]
+        assert cache.first_position == self.twin.first_seen(n) * self.size
+        whole = self.twin.shared_blocks(space, n, tuple(prompt))
+        assert cache.block_table[: len(whole)].tolist() == whole
+        if n:
+            self.twin.use(space, used)
         self.twin.hit_tokens += n
         self.twin.missed_tokens += len(prompt) - n
         sequence = Sequence(cache, prompt, space)
-        sequence.rows = [row for block in whole for row in self.content[block]]
+        for block in whole:
+            sequence.rows += [None] * self.size if block < 0 else self.content[block]
         if n % self.size:
-            [source] = used
-            sequence.rows += self.content[self.twin.spaces[space][source].block][: n % self.size]
+            sequence.rows += self.content[source][: n % self.size]
         self.sequences.append(sequence)
 
     @precondition(lambda self: self.sequences)
@@ -171,32 +179,43 @@ class Machine(RuleBasedStateMachine):
             prompt = [rename, *prompt[1:]] if prompt else prompt
         space = sequence.space if space is ... else space
         handle = None
+        before = len(sequence.handled) // self.size
+        if self.twin.gaps(space, tuple(sequence.handled[: before * self.size]), self.table_of(sequence, before)):
+            by_handle = False  # which would leave the hole, as long as it is not lost
         if by_handle and space == sequence.space and prompt[: len(sequence.handled)] == sequence.handled:
             sequence.handled, handle = prompt, sequence.handle
         self.put_in(sequence, prompt, priority, ttl, spell, space, handle)
 
     def put_in(self, sequence, prompt, priority, ttl, spell, space, handle=None):
         n = min(len(prompt), sequence.cache.seq_len) // self.size
-        table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
+        table = self.table_of(sequence, n)
         new = self.twin.insert(space, tuple(prompt[: n * self.size]), table, priority, ttl) if n else []
-        added = self.prefixes.insert(spell(prompt) if prompt else [], sequence.cache, namespace=space,
-                                     priority=priority, ttl=ttl, handle=handle)
+        added = self.prefixes.insert(
+            spell(prompt) if prompt else [], sequence.cache, namespace=space, priority=priority, ttl=ttl, handle=handle
+        )
         assert added == len(new)
         for block in new:
             at = table.index(block) * self.size
             self.content[block] = sequence.rows[at : at + self.size]
+
+    def table_of(self, sequence, n):
+        table = [None if block < 0 else block for block in sequence.cache.block_table[:n].tolist()]
+        return table + [None] * (n - len(table))
 
     @rule(
         prompt=st.lists(st.sampled_from(IDS), min_size=1, max_size=12),
         space=st.sampled_from(SPACES),
         priority=st.sampled_from([0, 0, 0, 1]),
         ttl=st.sampled_from([None, None, None, 2]),
+        n_dropped=st.sampled_from([0, 0, 2, 4, 8]),
     )
-    def remember(self, prompt, space, priority, ttl):
+    def remember(self, prompt, space, priority, ttl, n_dropped):
         """A whole request: what most of the entries come from."""
         self.begin_sequence(prompt, space, list)
         sequence = self.sequences[-1]
         self.append(sequence, len(prompt) - sequence.cache.seq_len)
+        if self.twin.window:
+            sequence.cache.drop_before(self.store, min(n_dropped, sequence.cache.seq_len))
         self.put_in(sequence, prompt, priority, ttl, list, space)
         self.sequences.remove(sequence)
         sequence.cache.release(self.store)
@@ -260,8 +279,10 @@ class Machine(RuleBasedStateMachine):
         for space, known in self.twin.spaces.items():
             for key, entry in known.items():
                 got = self.prefixes.match_blocks([*key, END], namespace=space)
-                assert len(got) == len(key) // self.size
-                assert got[-1] == entry.block
+                n = self.twin.match(space, (*key, END))
+                assert got.tolist() == self.twin.shared_blocks(space, n, key)
+                if self.twin.window is None:
+                    assert got[-1] == entry.block
         self.prefixes.check()
 
     @invariant()
@@ -275,8 +296,11 @@ class Machine(RuleBasedStateMachine):
             assert got == sequence.rows[sequence.cache.first_position :]
         for block in self.twin.blocks():
             got = [
-                b"".join(view(block, layer)[i].tobytes() for view in (self.store.k_block, self.store.v_block)
-                         for layer in range(2))
+                b"".join(
+                    view(block, layer)[i].tobytes()
+                    for view in (self.store.k_block, self.store.v_block)
+                    for layer in range(2)
+                )
                 for i in range(self.size)
             ]
             assert got == self.content[block]

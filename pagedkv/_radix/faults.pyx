@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from pagedkv._radix.nodes cimport (
-    AT_END, FOREVER, INSIDE, NEVER, NOTHING, Node, RadixTree, Space, hash_of_child, raw_calloc, raw_free)
+    AT_END, FOREVER, HOLE, INSIDE, NEVER, NOTHING, Node, RadixTree, Space, hash_of_child, raw_calloc, raw_free)
 from pagedkv._radix.order cimport gives_before, goes_before, radix_is_idle
 
 
@@ -17,7 +17,7 @@ cdef const char* radix_fault(const RadixTree* tree, int64_t* place) noexcept nog
             continue
         place[0] = tree.nodes[i].start
         n_nodes += 1
-        n_placed += tree.nodes[i].n_blocks
+        n_placed += n_known(&tree.nodes[i])
         n_order += tree.nodes[i].rank != NOTHING
         n_terms += NEVER < tree.nodes[i].expires < FOREVER
         fault = fault_of_node(tree, i) if tree.nodes[i].parent else fault_of_space(tree, tree.nodes[i].space)
@@ -74,12 +74,16 @@ cdef const char* fault_of_node(const RadixTree* tree, int32_t node) noexcept nog
         return b"the node of position # is not among its parent's children"
     if it.n_blocks != it.end // size - it.start // size or it.n_blocks > it.block_room or it.end - it.start > it.key_room:
         return b"the node of position # has a wrong number of blocks"
-    if it.child == 0 and it.end % size:
-        return b"the node of position # is a leaf that ends inside a block"
+    if it.child == 0 and (it.end % size or it.n_blocks == 0 or it.blocks[it.n_blocks - 1] == HOLE):
+        return b"the node of position # is a leaf that does not end in a block"
+    if tree.window == 0 and n_known(it) < it.n_blocks:
+        return b"the node of position # has a hole, and there is no window"
     if it.parent != tree.spaces[it.space].root and (
             parent.used <= it.used or parent.priority < it.priority or parent.expires < it.expires):
         return b"the node of position # outlives its parent"
     for i in range(it.n_blocks):
+        if it.blocks[i] == HOLE:
+            continue
         if not 0 <= it.blocks[i] < tree.total or not has_name(tree, it.blocks[i], node):
             return b"the node of position # has a block that does not know it"
         n_idle += radix_is_idle(tree, it.blocks[i])
@@ -92,6 +96,13 @@ cdef const char* fault_of_node(const RadixTree* tree, int32_t node) noexcept nog
     if it.term_at >= 0 and tree.terms.items[it.term_at] != node:
         return b"the node of position # is not where it should be in the order of terms"
     return NULL
+
+
+cdef int32_t n_known(const Node* it) noexcept nogil:
+    cdef int32_t i, n = 0
+    for i in range(it.n_blocks):
+        n += it.blocks[i] != HOLE
+    return n
 
 
 cdef bint is_listed(const RadixTree* tree, int32_t node) noexcept nogil:
@@ -134,7 +145,7 @@ cdef const char* fault_of_shares(const RadixTree* tree) noexcept nogil:
     if sums is NULL:
         return b"there was no memory to look at the shares"
     for i in range(1, tree.n_nodes):
-        sums[2 * tree.nodes[i].space] += tree.nodes[i].n_blocks
+        sums[2 * tree.nodes[i].space] += n_known(&tree.nodes[i])
         sums[2 * tree.nodes[i].space + 1] += 1
     for i in range(1, tree.n_spaces):
         if tree.spaces[i].name is not NULL:

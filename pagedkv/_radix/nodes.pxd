@@ -13,6 +13,7 @@ cdef extern from *:
 
 cdef enum:
     MAX_ITEMS = 0x7fffffff          # a place in a pool, or a block's holders, are counted to there
+    HOLE = -1                       # as in a sequence's table: the tokens are known, and their block is not
 
 
 # What of a node could be given up now; what comes first goes first.
@@ -26,7 +27,7 @@ cdef enum Rank:
 # place in a pool; 0 is none.
 cdef struct Node:
     int64_t* key            # the tokens; NULL in a root
-    int32_t* blocks         # one for each multiple of the block size in (start, end]
+    int32_t* blocks         # one for each multiple of the block size in (start, end]; HOLE where it is not known
     int64_t start
     int64_t end
     int64_t key_room        # of the two arrays, in items
@@ -35,7 +36,7 @@ cdef struct Node:
     double expires          # its blocks must stay until then; NEVER without a term
     uint64_t used           # when it was; a parent later than its children
     uint64_t number         # no other node ever has the same; another one once tokens were cut off its end
-    int32_t n_blocks
+    int32_t n_blocks        # holes too
     int32_t n_idle          # of its blocks, those that could be given up now
     int32_t parent          # of a free node, the next free one
     int32_t child           # the one that was used last; the others follow it
@@ -89,6 +90,7 @@ cdef struct Mark:
 cdef struct RadixTree:
     Py_ssize_t block_size
     Py_ssize_t total
+    int64_t window          # positions that a query sees, itself included; 0 for all: then there are no holes
     int32_t* counts         # the holders of each block: the allocator's
     Place* places           # of each block
     Node* nodes
@@ -114,7 +116,7 @@ cdef struct RadixTree:
 
 
 # A tree that knows nothing; NULL for want of memory. `counts` are the holders of each block.
-cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int32_t* counts, uint64_t seed) noexcept
+cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int64_t window, int32_t* counts, uint64_t seed) noexcept
 cdef void radix_free(RadixTree* tree) noexcept
 # The memory of a tree that has no nodes any more.
 cdef void empty_pools(RadixTree* tree) noexcept nogil
@@ -133,6 +135,10 @@ cdef int32_t find_from(const RadixTree* tree, Key key, const Mark* mark, int64_t
 cdef Py_ssize_t common(const int64_t* a, const int64_t* b, Py_ssize_t n) noexcept nogil
 # Where the block ends that has the last of n tokens.
 cdef int64_t block_end(const RadixTree* tree, int64_t n) noexcept nogil
+# The first position that a query after n others sees.
+cdef int64_t first_needed(const RadixTree* tree, int64_t n) noexcept nogil
+# Of n known tokens that end in a node, on how many a sequence can start: all that its next query sees has its block.
+cdef int64_t usable(const RadixTree* tree, int32_t node, int64_t n) noexcept nogil
 # A node below that has the token before `end`: of all that go on from here, the one that was used last.
 cdef int32_t descend(const RadixTree* tree, int32_t node, int64_t end) noexcept nogil
 

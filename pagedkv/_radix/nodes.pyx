@@ -6,12 +6,13 @@ from libc.string cimport memcmp
 cdef enum:
     STRIDE = 64     # tokens that are compared at once
 
-cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int32_t* counts, uint64_t seed) noexcept:
+cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int64_t window, int32_t* counts, uint64_t seed) noexcept:
     cdef RadixTree* tree = <RadixTree*>raw_calloc(1, sizeof(RadixTree))
     if tree is NULL:
         return NULL
     tree.block_size = block_size
     tree.total = total
+    tree.window = window
     tree.counts = counts
     tree.seed = seed
     tree.n_nodes = tree.n_spaces = tree.n_names = 1
@@ -167,6 +168,24 @@ cdef int32_t descend(const RadixTree* tree, int32_t node, int64_t end) noexcept 
     while tree.nodes[node].end < end:
         node = tree.nodes[node].child
     return node
+
+
+cdef int64_t first_needed(const RadixTree* tree, int64_t n) noexcept nogil:
+    return max(n + 1 - tree.window, 0) if tree.window else 0
+
+
+cdef int64_t usable(const RadixTree* tree, int32_t node, int64_t n) noexcept nogil:
+    cdef int64_t size = tree.block_size, i = block_end(tree, n) // size
+    if tree.window == 0:
+        return n
+    node = descend(tree, node, i * size)
+    while i > first_needed(tree, n) // size:
+        i -= 1
+        while tree.nodes[node].start >= (i + 1) * size:
+            node = tree.nodes[node].parent
+        if tree.nodes[node].blocks[i - tree.nodes[node].start // size] == HOLE:
+            n = i * size  # whatever is longer would need it too
+    return n
 
 
 # --- room ------------------------------------------------------------------------------------------

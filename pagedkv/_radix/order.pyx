@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t
 
 from pagedkv._radix.heap cimport heap_mend, heap_push, heap_remove
-from pagedkv._radix.nodes cimport AT_END, FOREVER, INSIDE, NEVER, NOTHING, Node, Place, RadixTree, Space
+from pagedkv._radix.nodes cimport AT_END, FOREVER, HOLE, INSIDE, NEVER, NOTHING, Node, Place, RadixTree, Space
 
 # --- the orders ------------------------------------------------------------------------------------
 
@@ -95,11 +95,15 @@ cdef void set_rank(RadixTree* tree, int32_t node, int32_t rank) noexcept nogil:
     mend_space(tree, it.space)
 
 
+cdef inline bint can_give(const RadixTree* tree, int32_t block) noexcept nogil:
+    return block != HOLE and radix_is_idle(tree, block)
+
+
 cdef void settle(RadixTree* tree, int32_t node) noexcept nogil:
     cdef Node* it = &tree.nodes[node]
     if it.n_idle == 0:
         set_rank(tree, node, NOTHING)
-    elif it.child == 0 and radix_is_idle(tree, it.blocks[it.n_blocks - 1]):
+    elif it.child == 0 and can_give(tree, it.blocks[it.n_blocks - 1]):
         set_rank(tree, node, AT_END)
     else:
         set_rank(tree, node, INSIDE)
@@ -219,7 +223,8 @@ cdef void protect(RadixTree* tree, int32_t node, double expires) noexcept nogil:
     list_term(tree, node)
     if had_none:
         for i in range(it.n_blocks):
-            protect_block(tree, it.blocks[i])
+            if it.blocks[i] != HOLE:
+                protect_block(tree, it.blocks[i])
 
 
 cdef void radix_end_terms(RadixTree* tree, double now) noexcept nogil:
@@ -230,6 +235,8 @@ cdef void radix_end_terms(RadixTree* tree, double now) noexcept nogil:
         tree.nodes[node].expires = NEVER
         for i in range(tree.nodes[node].n_blocks):
             block = tree.nodes[node].blocks[i]
+            if block == HOLE:
+                continue
             tree.places[block].n_protected -= 1
             if radix_is_idle(tree, block):
                 radix_flip(tree, block, 1)

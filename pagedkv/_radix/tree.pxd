@@ -17,7 +17,8 @@ cdef struct Insertion:
     bint in_place           # what follows them goes to the same node
     int64_t before          # tokens before the key's
     int64_t n               # and with those that are known
-    int64_t n_new           # blocks
+    int64_t n_new           # places for blocks behind these, holes too
+    int64_t n_added         # blocks, with those that take the place of a hole
     bint is_something
     Cut cut
     char* name              # of a namespace, and its order
@@ -26,9 +27,10 @@ cdef struct Insertion:
     int32_t* blocks
 
 
-# How many of the tokens are known, from the first on.
+# How many of the tokens are known, from the first on; with a window, how many of these are of use.
 cdef Py_ssize_t radix_match(const RadixTree* tree, Key key) noexcept nogil
-# The same; the blocks that hold them go to `table`, the last of which may hold others behind them.
+# The same; the blocks that hold them go to `table`, the last of which may hold others behind them. HOLE for those that the
+# window has left behind.
 cdef Py_ssize_t radix_blocks(const RadixTree* tree, Key key, int32_t* table) noexcept nogil
 # A path is used up to the end of the block that has its last token.
 cdef void radix_use(RadixTree* tree, Key key) noexcept nogil
@@ -38,7 +40,7 @@ cdef void radix_use(RadixTree* tree, Key key) noexcept nogil
 cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
                                      const Mark* mark, Insertion* it) noexcept nogil
 # Whether nothing has come in between.
-cdef bint radix_is_prepared(const RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil
+cdef bint radix_is_prepared(RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil
 cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
                        Insertion* it) noexcept nogil
 # What was prepared, and is not to be inserted.

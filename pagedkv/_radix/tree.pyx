@@ -9,12 +9,16 @@ Edges end anywhere, also inside a block: `[3]` and `[5]` both hold the K/V of `e
 So the longest common beginning is found token by token, and tokens are compared, never hashes of them. Always true:
 
 - the multiples of the block size along a path each have one block, which belongs to the node they lie in;
-- a leaf ends at such a multiple;
+- a leaf ends at such a multiple, whose block is known;
 - a node was used before its parent, has no higher priority and no later term.
 
 The last one makes the order of use an order of eviction. Each namespace, a root, keeps the nodes that could give
 something up in a heap, and the namespaces lie in another one: what goes next is at the top of both, whatever else is
 there. A block may have several names, in one namespace or in several; it is given up with the last of them.
+
+A tree of layers with a window has holes, places of blocks that it does not know: what sequences had left behind before
+they were inserted, and what was evicted before blocks that they hold. What follows is of use where the window does not
+reach the hole. Without a window nothing is of use behind a hole, and there are none.
 
 Integers and structures only: no Python object, no bytes of K/V, and nothing that can fail once a change has begun.
 What needs memory has it before. So a change is seen as a whole or not at all, by finalizers, signal handlers and
@@ -25,9 +29,9 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memmove, memset
 
 from pagedkv._radix.nodes cimport (
-    INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find, find_from,
-    hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of,
-    shrink, unlink, unlist)
+    AT_END, HOLE, INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find,
+    find_from, first_needed, hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve,
+    reserve_nodes, root_of, shrink, unlink, unlist, usable)
 from pagedkv._radix.order cimport (
     add_place, list_term, mend_node, mend_space, protect, radix_is_idle, rank_of, remove_place, rename_place, set_rank,
     settle, unlist_term)
@@ -35,8 +39,8 @@ from pagedkv._radix.order cimport (
 
 cdef Py_ssize_t radix_match(const RadixTree* tree, Key key) noexcept nogil:
     cdef int64_t n
-    find(tree, key, &n)
-    return n
+    cdef int32_t node = find(tree, key, &n)
+    return usable(tree, node, n) if n else 0
 
 
 cdef Py_ssize_t radix_blocks(const RadixTree* tree, Key key, int32_t* table) noexcept nogil:
@@ -45,14 +49,17 @@ cdef Py_ssize_t radix_blocks(const RadixTree* tree, Key key, int32_t* table) noe
     cdef const Node* it
     if n == 0:
         return 0
+    node = descend(tree, node, block_end(tree, n))
+    n = usable(tree, node, n)
     end = block_end(tree, n)
-    node = descend(tree, node, end)
     while tree.nodes[node].parent:
         it = &tree.nodes[node]
         first = it.start // size
         if min(end, it.end) // size > first:
             memcpy(&table[first], it.blocks, (min(end, it.end) // size - first) * sizeof(int32_t))
         node = it.parent
+    for first in range(first_needed(tree, n) // size):
+        table[first] = HOLE
     return n
 
 
@@ -104,7 +111,8 @@ cdef int32_t do_cut(RadixTree* tree, Cut* cut) noexcept nogil:
     above.expires = it.expires
     list_term(tree, upper)
     for i in range(above.n_blocks):
-        rename_place(tree, above.blocks[i], node, upper)
+        if above.blocks[i] != HOLE:
+            rename_place(tree, above.blocks[i], node, upper)
     it.n_idle -= above.n_idle
     # In the place of the other one among its sisters.
     above.next, above.previous, above.child = it.next, it.previous, node
@@ -198,9 +206,9 @@ cdef int32_t new_root(RadixTree* tree, Key key, const Insertion* fresh) noexcept
 
 cdef int prepare_growth(RadixTree* tree, Key key, Insertion* fresh) noexcept nogil:
     """All the memory that inserting takes."""
-    cdef int64_t end = fresh.before + key.n, n_new = fresh.n_new
+    cdef int64_t end = fresh.before + key.n, n_new = fresh.n_new, n_names = max(fresh.n_added - tree.n_free_names, 0)
     cdef Node* it
-    if reserve(<void**>&tree.names, &tree.name_room, tree.n_names + max(n_new - tree.n_free_names, 0), sizeof(Name)) < 0:
+    if reserve(<void**>&tree.names, &tree.name_room, tree.n_names + n_names, sizeof(Name)) < 0:
         return -1
     if fresh.node:
         if prepare_cut(tree, fresh.node, fresh.n, &fresh.cut) < 0:
@@ -228,17 +236,55 @@ cdef int prepare_growth(RadixTree* tree, Key key, Insertion* fresh) noexcept nog
     return 0
 
 
-cdef bint are_held(const RadixTree* tree, const int32_t* blocks, int64_t n) noexcept nogil:
-    """Whether each of these has a holder, and can have one more."""
-    cdef int64_t i
-    for i in range(n):
-        if not 0 < tree.counts[blocks[i]] < MAX_ITEMS:
-            return False
-    return True
+cdef bint is_held(const RadixTree* tree, int32_t block) noexcept nogil:
+    """Whether a block has a holder, and can have one more."""
+    return 0 < tree.counts[block] < MAX_ITEMS
 
 
 cdef const int32_t* new_blocks(const RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil:
     return &table[it.n // tree.block_size - it.before // tree.block_size]
+
+
+cdef int64_t fill(RadixTree* tree, const int32_t* table, const Insertion* it, bint count_only) noexcept nogil:
+    """Blocks of the table that are not known, in places that are: where they lie in a path that ends at `it.n`, they go.
+
+    How many they are; -2 if one has no holder, or as many as can be counted.
+    """
+    cdef int64_t i, n = 0, size = tree.block_size, first
+    cdef int32_t node = it.node, block
+    cdef Node* at
+    if tree.window == 0:
+        return 0
+    while node and tree.nodes[node].end > it.before:
+        at = &tree.nodes[node]
+        first = at.start // size
+        for i in range(max(first, it.before // size), min(at.end, it.n) // size):
+            block = table[i - it.before // size]
+            if block == HOLE or at.blocks[i - first] != HOLE:
+                continue
+            if not is_held(tree, block):
+                return -2
+            n += 1
+            if not count_only:
+                at.blocks[i - first] = block
+                tree.spaces[at.space].n_blocks += 1
+                mend_space(tree, at.space)
+                add_place(tree, node, block)
+                settle(tree, node)
+        node = at.parent
+    return n
+
+
+cdef int64_t count_added(RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil:
+    """How many blocks of a table are not known yet; -2 if one has no holder, or as many as can be counted."""
+    cdef const int32_t* blocks = new_blocks(tree, table, it)
+    cdef int64_t i, n = fill(tree, table, it, True)
+    for i in range(it.n_new):
+        if blocks[i] != HOLE:
+            if n < 0 or not is_held(tree, blocks[i]):
+                return -2
+            n += 1
+    return n
 
 
 cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires,
@@ -256,12 +302,14 @@ cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* ta
         it.node = find(tree, key, &it.n)
     n_blocks = (it.before + key.n) // tree.block_size
     it.n_new = n_blocks - it.n // tree.block_size
-    # What was dropped, and is not known, cannot be.
-    it.is_something = n_blocks > 0 and (it.n_new == 0 or new_blocks(tree, table, it)[0] >= 0)
+    # What was dropped, and is not known, is a hole. Only a window makes use of what follows one, if anything does.
+    it.is_something = n_blocks > 0 and (
+        it.n_new == 0 or new_blocks(tree, table, it)[it.n_new - 1 if tree.window else 0] != HOLE)
     if not it.is_something:
         it.n_new = 0
         return 0
-    if not are_held(tree, new_blocks(tree, table, it), it.n_new):
+    it.n_added = count_added(tree, table, it)
+    if it.n_added < 0:
         return -2
     node = &tree.nodes[it.node]
     # One node for a sequence that grows: looking it up stays one comparison.
@@ -270,11 +318,11 @@ cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* ta
     if prepare_growth(tree, key, it) < 0:
         radix_drop(it)
         return -1
-    return it.n_new
+    return it.n_added
 
 
-cdef bint radix_is_prepared(const RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil:
-    return it.n_changes == tree.n_changes and are_held(tree, new_blocks(tree, table, it), it.n_new)
+cdef bint radix_is_prepared(RadixTree* tree, const int32_t* table, const Insertion* it) noexcept nogil:
+    return it.n_changes == tree.n_changes and (not it.is_something or count_added(tree, table, it) == it.n_added)
 
 
 cdef void radix_drop(Insertion* it) noexcept nogil:
@@ -297,6 +345,8 @@ cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t p
         return
     tree.n_changes += 1
     node = do_cut(tree, &fresh.cut) if fresh.node else new_root(tree, key, fresh)
+    fresh.node = node
+    fill(tree, table, fresh, False)
     if n_new:
         if not fresh.in_place:
             node = new_node(tree, tree.nodes[node].space, node, n, end, fresh.key, fresh.blocks,
@@ -309,10 +359,11 @@ cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t p
         it.end = end
         memcpy(&it.blocks[it.n_blocks], blocks, n_new * sizeof(int32_t))
         it.n_blocks += <int32_t>n_new
-        tree.spaces[it.space].n_blocks += n_new
-        mend_space(tree, it.space)
         for i in range(n_new):
-            add_place(tree, node, blocks[i])
+            if blocks[i] != HOLE:
+                tree.spaces[it.space].n_blocks += 1
+                add_place(tree, node, blocks[i])
+        mend_space(tree, it.space)
         settle(tree, node)
     use_path(tree, node)
     raise_path(tree, node, priority, expires)
@@ -356,14 +407,23 @@ cdef void free_space(RadixTree* tree, int32_t space) noexcept nogil:
     tree.n_namespaces -= 1
 
 
+cdef void remove_block(RadixTree* tree, int32_t node, int64_t i) noexcept nogil:
+    """A hole where a block is, or a hole already."""
+    cdef Node* it = &tree.nodes[node]
+    cdef int32_t block = it.blocks[i]
+    if block != HOLE:
+        it.blocks[i] = HOLE
+        tree.spaces[it.space].n_blocks -= 1
+        mend_space(tree, it.space)  # at once: a block that loses its term here may move other namespaces
+        remove_place(tree, node, block)
+
+
 cdef void remove_blocks(RadixTree* tree, int32_t node, int64_t keep) noexcept nogil:
     """All but the first `keep` blocks of a node without children. It may be too long for them then."""
     cdef Node* it = &tree.nodes[node]
     while it.n_blocks > keep:
         it.n_blocks -= 1
-        tree.spaces[it.space].n_blocks -= 1
-        mend_space(tree, it.space)  # at once: a block that loses its term here may move other namespaces
-        remove_place(tree, node, it.blocks[it.n_blocks])
+        remove_block(tree, node, it.n_blocks)
 
 
 cdef void cut_below(RadixTree* tree, int32_t node, int64_t keep) noexcept nogil:
@@ -382,11 +442,13 @@ cdef void cut_below(RadixTree* tree, int32_t node, int64_t keep) noexcept nogil:
 
 
 cdef void finish(RadixTree* tree, int32_t node) noexcept nogil:
-    """After blocks were removed from the end of a node without children: the tokens that lead nowhere go too."""
+    """After blocks were removed from the end of a node without children: holes and tokens that lead nowhere go too."""
     cdef Node* it = &tree.nodes[node]
     cdef int32_t space = it.space, parent
     cdef int64_t end
     while it.parent and it.child == 0:
+        while it.n_blocks and it.blocks[it.n_blocks - 1] == HOLE:
+            it.n_blocks -= 1
         end = (it.start // tree.block_size + it.n_blocks) * tree.block_size
         if end > it.start:
             if end < it.end:  # others may follow in place of the tokens that go: no mark is to take them for its own
@@ -418,25 +480,33 @@ cdef int64_t lead_of(const RadixTree* tree) noexcept nogil:
 
 
 cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil:
-    cdef int64_t n_held = tree.n_held, n_before = tree.n_evictable, lead, keep
+    cdef int64_t n_held = tree.n_held, n_before = tree.n_evictable, n_names, i
     cdef int32_t node
     cdef Node* it
     tree.n_changes += 1
     while n_before - tree.n_evictable < n and tree.by_size.n:
         node = tree.spaces[tree.by_size.items[0]].order.items[0]
         it = &tree.nodes[node]
-        keep = it.n_blocks
-        if it.rank == INSIDE:
+        i = it.n_blocks
+        if it.rank == INSIDE and tree.window == 0:
             # What follows is held by sequences, as windows leave it: it stays theirs, and cannot be found any more.
-            while keep and not radix_is_idle(tree, it.blocks[keep - 1]):
-                keep -= 1
-            cut_below(tree, node, keep)
+            while i and not radix_is_idle(tree, it.blocks[i - 1]):
+                i -= 1
+            cut_below(tree, node, i)
+            finish(tree, node)
+            continue
+        n_names = lead_of(tree)
+        while i and n_names and n_before - tree.n_evictable < n:
+            i -= 1
+            if it.blocks[i] != HOLE and radix_is_idle(tree, it.blocks[i]):
+                remove_block(tree, node, i)
+                n_names -= 1
+            elif it.rank == AT_END:
+                break
+        if it.child:
+            settle(tree, node)
         else:
-            lead = lead_of(tree)
-            while (it.n_blocks and keep - it.n_blocks < lead and n_before - tree.n_evictable < n
-                   and radix_is_idle(tree, it.blocks[it.n_blocks - 1])):
-                remove_blocks(tree, node, it.n_blocks - 1)
-        finish(tree, node)
+            finish(tree, node)
     tree.evicted += n_held - tree.n_held
     return n_before - tree.n_evictable
 

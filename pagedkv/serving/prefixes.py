@@ -88,9 +88,11 @@ class ModelPrefixes:
         return self._match(as_token_ids(tokens), as_namespace(namespace))
 
     def _match(self, ids: npt.NDArray[np.int64], name: bytes | None) -> int:
-        n = len(ids) - 1
-        for cache in self.caches:
-            n = cache._match(ids, n, name)  # a beginning of what is known is known
+        n, before = len(ids) - 1, -1
+        while n != before:  # a window may need more for a shorter beginning than for a longer one
+            before = n
+            for cache in self.caches:
+                n = cache._match(ids, n, name)
         return max(n, 0)
 
     def attach(self, sequence: HasCaches, tokens: Tokens, *, namespace: bytes | None = None) -> int:
@@ -144,7 +146,7 @@ class ModelPrefixes:
     ) -> int:
         """Remember the whole blocks of a sequence whose tokens these are.
 
-        To be called before ``sequence.drop_unneeded()``: what a window has dropped cannot be remembered.
+        Called before ``sequence.drop_unneeded()``, it remembers what the windows are about to leave behind too.
 
         Parameters
         ----------

@@ -164,7 +164,7 @@ class ModelStores:
                 dtype=dtype,
                 debug=debug,
             )
-            groups.append(LayerGroup(shape, layers, store, PrefixCache(store)))
+            groups.append(LayerGroup(shape, layers, store, PrefixCache(store, window=shape.window)))
         self.groups = tuple(groups)
         self.prefixes = ModelPrefixes(group.prefix for group in groups)
         self._stores = tuple([group.store for group in groups])
