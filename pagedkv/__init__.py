@@ -5,6 +5,7 @@ attention reads straight through the tables. Each name below has a page of its o
 
 - Blocks and sequences: `PagedKvStore`, `PagedKvCache`; contiguous ones, to compare with: `KvCache`, `KvBlockPool`.
 - A forward pass of a batch, all of it or none: `Step`. Attention without one: `paged_attention`, `attention`.
+- Attention over blocks that somebody else manages: `AttentionBatch`.
 - Beginnings that are computed once: `PrefixCache` with `PrefixHandle`. Forks: `PagedKvCache.clone`, `reorder`.
 - Blocks as they are stored: `PagedKvStore.pieces` with `BlockPieces`, `PagedKvStore.fill` with `BlockFilling`.
 - Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
@@ -36,6 +37,7 @@ from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.cpu import CpuInfo, cpu_info
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
+from pagedkv.foreign import AttentionBatch
 from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.prefix import PrefixCache, PrefixHandle
 from pagedkv.sequence import PagedKvCache
@@ -49,6 +51,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
+    "AttentionBatch",
     "BlockFilling",
     "BlockMap",
     "BlockPieces",

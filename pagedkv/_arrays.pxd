@@ -66,6 +66,12 @@ cdef inline bint holds_rows(
         <cnp.ndarray>array, n_layers, count, n_heads, head_dim)
 
 
+# Whether the memory of a view still is that of the arrays it is a view of.
+cdef bint is_backed(cnp.ndarray array) except -1
+# Whether the caller's own code has raised an error: then it comes out as it is.
+cdef bint is_callers(object error) except -1
+# ValueError for an array of which a mask hides values.
+cdef int refuse_masked(object array, str name) except -1
 # Any array as a plain ndarray, of whatever dtype, shape and strides.
 cpdef cnp.ndarray as_ndarray(object array, str name, str expected)
 # Rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that, in any spelling: a width
@@ -89,7 +95,7 @@ cdef int check_out(object out, str name) except -1
 # What a result is written to: `out` if it is writable, native, C-contiguous float32 of this shape, or, for None, a new
 # array. As the check_... functions are, for when nothing else runs.
 cdef cnp.ndarray as_result(object out, str name, tuple shape)
-# ValueError if a result would be written over an input; both C-contiguous. None overlaps nothing.
+# ValueError if a result would be written over an input; of any strides. None overlaps nothing.
 cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) except -1
 
 # Block ids as a C-contiguous int32 array of its own, each in [0, total): copied before they are looked at.
@@ -98,6 +104,9 @@ cdef cnp.ndarray as_ids(object ids, str name, Py_ssize_t total)
 cdef object after_dropped(object block_table, Py_ssize_t n_dropped)
 # Any array of whole numbers from 0 to 2**63 - 1, [n], as a C-contiguous int64 array of its own; ValueError for others.
 cpdef cnp.ndarray as_naturals(object array, str name)
+# Whole numbers from 0 to `high`, n of them, from an iterable or an array, or, for a number, n times it: C-contiguous int64
+# of its own. A negative n takes as many as come, which then is no number.
+cdef cnp.ndarray as_counts(object counts, str name, Py_ssize_t n, Py_ssize_t high)
 
 cdef cnp.ndarray empty_ids(Py_ssize_t n)
 cdef cnp.ndarray empty_slots(Py_ssize_t n)

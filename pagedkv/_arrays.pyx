@@ -160,31 +160,38 @@ cpdef cnp.ndarray as_ndarray(object array, str name, str expected):
     return np.asarray(result)  # a subclass may have a shape, and a min and max, of its own
 
 
+cdef void find_extent(cnp.ndarray array, const char** low, const char** high) noexcept:
+    """The bytes between which all values of an array lie, whatever its strides; none for an empty one."""
+    cdef Py_ssize_t reach
+    cdef int axis
+    low[0] = high[0] = <const char*>cnp.PyArray_DATA(array)
+    if cnp.PyArray_SIZE(array) == 0:
+        return
+    for axis in range(cnp.PyArray_NDIM(array)):
+        reach = (cnp.PyArray_DIM(array, axis) - 1) * cnp.PyArray_STRIDE(array, axis)
+        if reach < 0:
+            low[0] += reach
+        else:
+            high[0] += reach
+    high[0] += cnp.PyArray_ITEMSIZE(array)
+
+
 cdef bint covers(cnp.ndarray owner, const char* start, const char* end) noexcept:
     """Whether these bytes are among those of an array."""
     cdef const char* low = <const char*>cnp.PyArray_DATA(owner)
-    cdef const char* high = low
-    cdef Py_ssize_t reach
-    cdef int axis
-    if cnp.PyArray_CHKFLAGS(owner, cnp.NPY_ARRAY_OWNDATA):
-        return low <= start and end <= low + cnp.PyArray_NBYTES(owner)
-    for axis in range(cnp.PyArray_NDIM(owner)):
-        if cnp.PyArray_DIM(owner, axis) == 0:
-            return False
-        reach = (cnp.PyArray_DIM(owner, axis) - 1) * cnp.PyArray_STRIDE(owner, axis)
-        if reach < 0:
-            low += reach
-        else:
-            high += reach
-    return low <= start and end <= high + cnp.PyArray_ITEMSIZE(owner)
+    cdef const char* high = low + cnp.PyArray_NBYTES(owner)
+    if not cnp.PyArray_CHKFLAGS(owner, cnp.NPY_ARRAY_OWNDATA):
+        find_extent(owner, &low, &high)
+    return low <= start and end <= high
 
 
 cdef bint is_backed(cnp.ndarray array) except -1:
     """Whether the memory of a view still is that of the arrays it is a view of: they may have been resized since."""
-    cdef const char* start = <const char*>cnp.PyArray_DATA(array)
-    cdef const char* end = start + cnp.PyArray_NBYTES(array)
+    cdef const char* start
+    cdef const char* end
     cdef object owner = array
     cdef PyObject* base
+    find_extent(array, &start, &end)
     while start != end:
         base = <PyObject*>cnp.PyArray_BASE(<cnp.ndarray>owner)
         if base == NULL:
@@ -326,9 +333,13 @@ cdef cnp.ndarray as_result(object out, str name, tuple shape):
 cdef int check_apart(cnp.ndarray out, str name, cnp.ndarray array, str other) except -1:
     if array is None:
         return 0
-    cdef char* a = <char*>cnp.PyArray_DATA(out)
-    cdef char* b = <char*>cnp.PyArray_DATA(array)
-    if a < b + cnp.PyArray_NBYTES(array) and b < a + cnp.PyArray_NBYTES(out):
+    cdef const char* low
+    cdef const char* high
+    cdef const char* other_low
+    cdef const char* other_high
+    find_extent(out, &low, &high)
+    find_extent(array, &other_low, &other_high)
+    if low < other_high and other_low < high and low != high and other_low != other_high:
         raise ValueError(f"{name}: expected an array that does not overlap {other}")
     return 0
 
@@ -372,6 +383,37 @@ cpdef cnp.ndarray as_naturals(object array, str name):
     if not natural:
         bad = integer_at(result, np.argmax(np.less(result, 0)), array)
         raise ValueError(f"{name}: expected ids from 0 to 2**63 - 1, got {bad}")
+    return result
+
+
+cdef cnp.ndarray as_counts(object counts, str name, Py_ssize_t n, Py_ssize_t high):
+    cdef cnp.ndarray result, given
+    cdef int64_t* numbers
+    cdef Py_ssize_t i
+    cdef bint natural = True
+    if isinstance(counts, (str, bytes, dict, set)):
+        raise TypeError(f"{name}: expected integers, got {describe(counts)}")
+    if n >= 0 and hasattr(counts, "__index__") and not getattr(counts, "ndim", 0):
+        result = empty_slots(n)
+        (<object>result).fill(as_size(counts, name, 0, high))
+        return result
+    if isinstance(counts, (list, tuple, range)):
+        counts = list(counts)  # __index__ of an element must not change it under us
+        result = empty_slots(len(counts))
+        numbers = <int64_t*>cnp.PyArray_DATA(result)
+        for i, item in enumerate(counts):
+            numbers[i] = as_size(item, f"{name}[{i}]", 0, high)
+    else:
+        given = as_ndarray(counts, name, "integers")
+        if not cnp.PyArray_ISINTEGER(given) or cnp.PyArray_NDIM(given) != 1:
+            raise TypeError(f"{name}: expected a one-dimensional array of integers, got {describe(given)}")
+        result = own_integers(given, &natural)
+        numbers = <int64_t*>cnp.PyArray_DATA(result)
+        for i in range(cnp.PyArray_DIM(result, 0)):
+            if not 0 <= numbers[i] <= high:
+                raise ValueError(f"{name}[{i}]: expected an integer from 0 to {high}, got {integer_at(result, i, given)}")
+    if n >= 0 and cnp.PyArray_DIM(result, 0) != n:
+        raise ValueError(f"{name}: expected {n} integers, got {cnp.PyArray_DIM(result, 0)}")
     return result
 
 

@@ -257,11 +257,21 @@ cdef class Asked:
 cdef Asked as_asked(
         object q, Py_ssize_t head_dim, object scale, object window, object softcap, object sinks, object alibi_slopes,
         object causal, object out, object return_lse):
+    cdef cnp.ndarray rows = as_float32(q, "q", (None, None, None if head_dim < 0 else head_dim))
+    cdef Asked asked = as_options(
+        rows.shape[1], rows.shape[2], scale, window, softcap, sinks, alibi_slopes, causal, return_lse)
+    asked.q = rows
+    check_out(out, "out")
+    asked.out = out
+    return asked
+
+
+cdef Asked as_options(
+        Py_ssize_t n_q_heads, Py_ssize_t head_dim, object scale, object window, object softcap, object sinks,
+        object alibi_slopes, object causal, object return_lse):
     cdef Asked asked = Asked.__new__(Asked)
     cdef AttendOptions* options = &asked.options
-    asked.q = as_float32(q, "q", (None, None, None if head_dim < 0 else head_dim))
-    n_q_heads = asked.q.shape[1]
-    options.scale = 1 / sqrt(asked.q.shape[2]) if scale is None else as_real(scale, "scale", False)
+    options.scale = 1 / sqrt(head_dim) if scale is None else as_real(scale, "scale", False)
     options.softcap = 0 if softcap is None else as_real(softcap, "softcap", True)
     options.window = 0 if window is None else as_size(window, "window", 1, MAX_POSITIONS)
     options.causal = as_flag(causal, "causal")
@@ -270,8 +280,6 @@ cdef Asked as_asked(
         asked.sinks = as_float32(sinks, "sinks", (n_q_heads,))
     if alibi_slopes is not None:
         asked.alibi_slopes = as_float32(alibi_slopes, "alibi_slopes", (n_q_heads,))
-    check_out(out, "out")
-    asked.out = out
     return asked
 
 

@@ -100,6 +100,27 @@ FLIPPED = {
         run(lambda: pagedkv.reorder(store, caches, parents))
         store.check(caches)
     """,
+    "block_tables": """
+        k = v = np.ones((50, 4, 1, 1), np.float32)
+        tables, q = np.arange(50, dtype=np.int32)[None], np.ones((1, 1, 1), np.float32)
+        flipping(tables[0], [2**29, 49, -1, 50, 49])
+        run(lambda: pagedkv.AttentionBatch(tables, [200], block_size=4).attend(q, k, v))
+    """,
+    "indptr": """
+        k = v = np.ones((50, 4, 1, 1), np.float32)
+        ids, indptr, lens = np.arange(50), np.array([0, 20, 50]), np.array([80, 120])
+        q = np.ones((2, 1, 1), np.float32)
+        flipping(indptr, [2**40, 50, -1, 51, 19])
+        flipping(lens, [2**40, 120, -1, 121, 0])
+        run(lambda: pagedkv.AttentionBatch(ids, lens, block_size=4, indptr=indptr).attend(q, k, v))
+    """,
+    "slots": """
+        k, v = np.ones((2, 50, 4, 1, 1), np.float32)
+        rows, slots = np.ones((200, 1, 1), np.float32), np.arange(200)
+        batch = pagedkv.AttentionBatch([], [], block_size=4)
+        flipping(slots, [2**40, 199, -1, 200, 7, -2**63])
+        run(lambda: batch.write(k, v, rows, rows, slots))
+    """,
     "tokens": """
         store = pagedkv.PagedKvStore(4, 3000, 1, 1)
         prefixes, cache = pagedkv.PrefixCache(store), pagedkv.PagedKvCache()

@@ -349,6 +349,7 @@ def test_methods_have_sources():
         "PagedKvCache": "Kwon",
         "paged_attention": "Dao",
         "attention": "paged_attention",
+        "AttentionBatch": "FlashInfer",
         "PrefixCache": "Zheng",
     }.items():
         [source] = re.findall(r"^Method: ((?:.+\n?)+)", Page(getattr(pagedkv, name)).text, re.MULTILINE)
@@ -375,7 +376,7 @@ def test_names_in_backticks_exist(name, method):
         assert thing is not None, word
 
 
-COMPILED = ["KvBlockPool", "KvCache", "PagedKvCache", "PagedKvStore", "Step"]
+COMPILED = ["AttentionBatch", "KvBlockPool", "KvCache", "PagedKvCache", "PagedKvStore", "Step"]
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -315,6 +315,27 @@ def example_reorder() -> None:
         pagedkv.reorder(store, beams, [0.0, 1.0])  # type: ignore[list-item]
 
 
+def example_foreign_blocks() -> None:
+    k_cache, v_cache, q = ones(8, 4, 2, 8), ones(8, 4, 2, 8), ones(3, 4, 8)
+    batch = pagedkv.AttentionBatch(
+        np.array([[1, 2], [3, -1]], np.int32), [5, 2], [2, 1], block_size=4, layout="NHD", dtype="float32", n_threads=1
+    )
+    ragged = pagedkv.AttentionBatch([1, 2, 3], [5, 2], np.array([2, 1]), block_size=4, indptr=[0, 2, 3])
+    assert_type(ragged, pagedkv.AttentionBatch)
+    assert_type((batch.n_seqs, batch.n_rows, batch.block_size), tuple[int, int, int])
+    assert_type(batch.layout, str)
+    assert_type(batch.positions, npt.NDArray[np.int64])
+    batch.write(k_cache, v_cache, ones(3, 2, 8), ones(3, 2, 8))
+    batch.write(np.zeros((8, 2, 4, 2, 8), np.float32), None, ones(3, 2, 8), ones(3, 2, 8), slots=batch.slots)
+    assert_type(batch.attend(q, k_cache, v_cache, scale=0.5, window=4, softcap=30.0, sinks=ones(4)), npt.NDArray[Any])
+    out = assert_type(batch.attend(q, k_cache, v_cache, alibi_slopes=ones(4), causal=True, out=ones(3, 4, 8)), Floats)
+    assert_type(batch.attend(q, k_cache, v_cache, out=out, return_lse=True), tuple[Floats, Floats])
+    with pytest.raises(TypeError):
+        batch.attend([[1.0]], k_cache, v_cache)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        pagedkv.AttentionBatch([[1]], [5])  # type: ignore[call-arg]
+
+
 # --- prefixes and admission -----------------------------------------------------------------------------
 
 

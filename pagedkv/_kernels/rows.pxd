@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t
 
+from pagedkv._kernels.plan cimport HeadsView, RowView
+
 # Bytes; below this, releasing the GIL costs more than the copy it would let others overlap with.
 cdef enum:
     NOGIL_FROM = 64 << 10
@@ -45,3 +47,8 @@ cdef void put_step(
     stored_t[:, :, ::1] store_rows, Py_ssize_t row, GivenRows src, const RowFormat* format) noexcept nogil
 
 cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil
+
+# Rows of n_heads heads, head by head, into blocks that lie anyhow; dst_dtype is what these hold. No slot occurs twice.
+cdef void place_rows(
+    const RowView* dst, int dst_dtype, Py_ssize_t block_size, const HeadsView* src, Py_ssize_t n_heads, const int64_t* slots,
+    Py_ssize_t n, int n_threads) noexcept nogil

@@ -10,7 +10,8 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from pagedkv._kernels.parallel cimport parallel_for
-from pagedkv._kernels.simd cimport SIMD_I8, simd_dtype, simd_in_use
+from pagedkv._kernels.plan cimport HeadsView, RowView
+from pagedkv._kernels.simd cimport SIMD_F32, SIMD_I8, simd_dtype, simd_in_use
 
 cdef extern from "stream.h" nogil:
     void stream_bytes(char* dst, const char* src, size_t n)
@@ -235,6 +236,84 @@ cdef void scatter_rows(
     scatter.rows_per_task = max(1, TASK_BYTES // scatter.row_bytes) if scatter.stream else n
     parallel_for(
         scatter_slots, &scatter, (n + scatter.rows_per_task - 1) // scatter.rows_per_task, n_threads)
+
+
+# --- heads -------------------------------------------------------------------------------------------
+
+# A row of heads for each slot, where the blocks are somebody else's and their heads may lie apart.
+cdef struct Placing:
+    const RowView* dst
+    int dst_dtype
+    Py_ssize_t block_size
+    const HeadsView* src
+    Py_ssize_t n_heads
+    const int64_t* slots
+    Py_ssize_t n
+    Py_ssize_t rows_per_task
+
+
+cdef void place_head(char* dst, int dst_dtype, const char* src, int src_dtype, Py_ssize_t n, Py_ssize_t item_bytes,
+                     const simd_dtype* dtypes) noexcept nogil:
+    """n values from one dtype into another."""
+    cdef float[BUFFER_FLOATS] buffer
+    cdef Py_ssize_t src_bytes = sizeof(float) if src_dtype == SIMD_F32 else 2
+    cdef const float* floats = <const float*>src
+    cdef Py_ssize_t i = 0, size
+    if dst_dtype == src_dtype:
+        memcpy(dst, src, n * item_bytes)
+        return
+    while i < n:
+        size = min(n - i, <Py_ssize_t>BUFFER_FLOATS)
+        floats = <const float*>(src + i * src_bytes)
+        if src_dtype != SIMD_F32:
+            dtypes[src_dtype].widen(buffer, src + i * src_bytes, 1, size)
+            floats = buffer
+        if dst_dtype == SIMD_F32:
+            memcpy(dst + i * item_bytes, floats, size * sizeof(float))
+        else:
+            dtypes[dst_dtype].narrow(dst + i * item_bytes, NULL, floats, size)
+        i += size
+
+
+cdef void place_slots(void* context, Py_ssize_t index) noexcept nogil:
+    """Task `index` of a Placing: its rows_per_task slots."""
+    cdef Placing* placing = <Placing*>context
+    cdef const RowView* to = placing.dst
+    cdef const HeadsView* src = placing.src
+    cdef const simd_dtype* dtypes = simd_in_use().dtypes
+    cdef Py_ssize_t n_heads = placing.n_heads, width = to.head_dim, h
+    cdef Py_ssize_t i = index * placing.rows_per_task
+    cdef Py_ssize_t end = min(i + placing.rows_per_task, placing.n)
+    cdef Py_ssize_t src_bytes = sizeof(float) if src.dtype == SIMD_F32 else 2
+    cdef char* row
+    if to.head_bytes == width * to.item_bytes and src.head_bytes == width * src_bytes:  # side by side: one long head
+        width *= n_heads
+        n_heads = 1
+    while i < end:
+        row = (<char*>to.rows + placing.slots[i] // placing.block_size * to.block_bytes
+               + placing.slots[i] % placing.block_size * to.row_bytes)
+        for h in range(n_heads):
+            place_head(row + h * to.head_bytes, placing.dst_dtype, src.data + i * src.row_bytes + h * src.head_bytes,
+                       src.dtype, width, to.item_bytes, dtypes)
+        i += 1
+
+
+cdef void place_rows(
+        const RowView* dst, int dst_dtype, Py_ssize_t block_size, const HeadsView* src, Py_ssize_t n_heads, const int64_t* slots,
+        Py_ssize_t n, int n_threads) noexcept nogil:
+    cdef Placing placing
+    cdef Py_ssize_t row_bytes = n_heads * dst.head_dim * dst.item_bytes
+    if n == 0:
+        return
+    placing.dst = dst
+    placing.dst_dtype = dst_dtype
+    placing.block_size = block_size
+    placing.src = src
+    placing.n_heads = n_heads
+    placing.slots = slots
+    placing.n = n
+    placing.rows_per_task = max(1, TASK_BYTES // row_bytes)
+    parallel_for(place_slots, &placing, (n + placing.rows_per_task - 1) // placing.rows_per_task, n_threads)
 
 
 # --- a few rows --------------------------------------------------------------------------------------
