@@ -13,6 +13,7 @@ from test_architecture import FLOOR_OF
 import pagedkv
 import pagedkv.serving
 import pagedkv.shapes
+import pagedkv.tiers
 from pagedkv.__main__ import main
 
 PACKAGE = Path(pagedkv.__file__).resolve().parent
@@ -232,7 +233,7 @@ def can_import(name):
 def modules():
     """Those of the library itself; the demo is a program, with tests of its own."""
     found = [pagedkv]
-    for package in (pagedkv, pagedkv.shapes, pagedkv.serving):
+    for package in (pagedkv, pagedkv.shapes, pagedkv.serving, pagedkv.tiers):
         names = [name for _, name, _ in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
         found += [importlib.import_module(name) for name in names if name not in LEFT_OUT]
     return found

@@ -1,0 +1,36 @@
+"""K and V beyond the memory of a process: records of them, and tiers that keep records.
+
+A *record* is what a chunk of tokens left in a KV-cache group, with all that tells whether it is what somebody asks for;
+a *tier* keeps records by their keys. docs/records.md says what the bytes are.
+
+Examples
+--------
+>>> import tempfile, pagedkv
+>>> from pagedkv.tiers import FileTier, KeySpace, RecordFormat, encode, fetch, room_for
+>>> store = pagedkv.PagedKvStore(block_size=4, total_blocks=8, n_kv_heads=2, head_dim=4)
+>>> [chunk] = KeySpace(RecordFormat.of(store, chunk_blocks=1), b"a model").chunks([1, 2, 3, 4])
+>>> with tempfile.TemporaryDirectory() as folder, FileTier(folder, max_bytes=2**30) as tier:
+...     tier.store([encode(chunk, [memoryview(bytes(256))])])
+...     fetch(tier, [chunk], [room_for(chunk, [memoryview(bytearray(256))])]).n
+1
+1
+"""
+
+from pagedkv.tiers.files import FileTier
+from pagedkv.tiers.records import Chunk, KeySpace, Record, RecordFormat, encode, room_for, what_is_wrong
+from pagedkv.tiers.tier import Fetched, Tier, TierStats, fetch
+
+__all__ = [
+    "Chunk",
+    "Fetched",
+    "FileTier",
+    "KeySpace",
+    "Record",
+    "RecordFormat",
+    "Tier",
+    "TierStats",
+    "encode",
+    "fetch",
+    "room_for",
+    "what_is_wrong",
+]
