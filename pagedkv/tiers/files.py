@@ -293,7 +293,8 @@ class FileTier:
             self._end_own()
             with self._lock:
                 self._is_open = False
-                self._segments, self._having, self._last_use, self._files = {}, {}, {}, OpenFiles()
+                self._segments, self._having, self._last_use = {}, {}, {}
+                self._files.files.clear()
         _open_tiers.discard(self)
 
     # --- reading; with the lock where nothing else is said ---
