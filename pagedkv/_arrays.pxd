@@ -3,7 +3,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
-from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16
+from pagedkv._kernels.rows cimport RowFormat
 
 # A whole number in [low, high]; TypeError or ValueError names it.
 cpdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
@@ -30,13 +30,6 @@ cdef inline bint is_plain(object array, int typenum) noexcept:
             and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array))
 
 
-cdef inline bint is_own(object array, int dtype) noexcept:
-    """Whether the values are, as they lie there, what a store of this dtype holds."""
-    if dtype == SIMD_F16:
-        return is_plain(array, cnp.NPY_FLOAT16)
-    return dtype == SIMD_BF16 and is_plain(array, cnp.NPY_USHORT)
-
-
 cdef inline bint has_prefix(cnp.ndarray array, int n_axes, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
     """Whether the first n_axes axes are [n_layers, count], where one layer may go unsaid; a count of -1 is no axis."""
     cdef int axis = n_axes - 1
@@ -59,11 +52,31 @@ cdef inline bint has_shape(
             and cnp.PyArray_DIM(array, ndim - 2) == n_heads and has_prefix(array, ndim - 2, n_layers, count))
 
 
-cdef inline bint holds_rows(
-        object array, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim) noexcept:
+# How the rows of K, or of V, of one store are stored: an entry of formats.py, for heads of one width.
+cdef class RowLayout:
+    cdef object format                      # the entry
+    cdef RowFormat row                      # the same for the kernels
+    cdef int typenum                        # NumPy's type of values that are taken as they are, as float32 is
+
+    # Of so many heads, whose bytes can be counted.
+    @staticmethod
+    cdef RowLayout of(object format, object n_heads, object head_dim)
+    # What may be given as so many rows, for an error's text.
+    cdef str wanted(self, Py_ssize_t n_layers, Py_ssize_t count)
+    cdef list scales_shape(self)
+    # Rows that are given as stored values and their scales, as the bytes of whole rows.
+    cdef cnp.ndarray pack(self, tuple parts, str name, Py_ssize_t n_layers, Py_ssize_t count)
+
+
+cdef inline bint holds_rows(object array, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
     """Whether as_rows would give it back as it is."""
-    return (is_plain(array, cnp.NPY_FLOAT32) or is_own(array, dtype)) and has_shape(
-        <cnp.ndarray>array, n_layers, count, n_heads, head_dim)
+    return (is_plain(array, cnp.NPY_FLOAT32) or is_plain(array, layout.typenum)) and has_shape(
+        <cnp.ndarray>array, n_layers, count, layout.row.n_heads, layout.row.head_dim)
+
+
+cdef inline bint holds_bytes(object array, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
+    """The same of whole rows as they are stored, with all that is in them."""
+    return is_plain(array, cnp.NPY_UBYTE) and has_shape(<cnp.ndarray>array, n_layers, count, 1, layout.row.row_bytes)
 
 
 # Whether the memory of a view still is that of the arrays it is a view of.
@@ -74,15 +87,15 @@ cdef bint is_callers(object error) except -1
 cdef int refuse_masked(object array, str name) except -1
 # Any array as a plain ndarray, of whatever dtype, shape and strides.
 cpdef cnp.ndarray as_ndarray(object array, str name, str expected)
+# The entry of formats.py that anything names; ValueError for the rest.
+cdef object as_format(object dtype)
 # Rows [n_layers, count, n_heads * head_dim], C-contiguous: `array` itself where it is that, in any spelling: a width
 # may be split into [n_heads, head_dim], one layer may go unsaid, and a count of -1 is no axis. Native float32, or what
-# a store of this dtype (SIMD_F32 ...) holds. Nothing was run if `array` itself comes back.
-cdef cnp.ndarray as_rows(
-    object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim)
-cdef int check_rows(
-    cnp.ndarray rows, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads,
-    Py_ssize_t head_dim) except -1
-# Which of the two these rows are.
+# such a store holds: values where they have no scales, values and scales, or the bytes of whole rows. Nothing was run if
+# `array` itself comes back.
+cdef cnp.ndarray as_rows(object array, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count)
+cdef int check_rows(cnp.ndarray rows, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) except -1
+# Whether they are float32, which a store of another dtype converts.
 cdef bint is_float32(cnp.ndarray rows) noexcept
 # Native float32 of any shape and strides.
 cdef cnp.ndarray as_native(object array, str name, str expected)

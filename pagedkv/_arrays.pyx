@@ -14,13 +14,16 @@ from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16
+from pagedkv._kernels.rows cimport RowFormat
+from pagedkv._kernels.simd cimport simd_dtype_number
 
 import operator
 import sys
 from numbers import Rational, Real
 
 import numpy as np
+
+from pagedkv.formats import DTYPES, FORMATS
 
 cnp.import_array()
 
@@ -208,10 +211,80 @@ cdef bint is_backed(cnp.ndarray array) except -1:
 
 # --- rows ------------------------------------------------------------------------------------------
 
-cdef str rows_wanted(int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
-    own = {SIMD_F16: " or float16", SIMD_BF16: " or uint16 (bfloat16 bits)"}.get(dtype, "")
-    axes = ([n_layers] if n_layers > 1 else []) + ([count] if count >= 0 else [])
-    return f"float32{own} {axes + [n_heads * head_dim]}"
+cdef object as_format(dtype):
+    name = None
+    if type(dtype) is str and dtype in FORMATS:
+        return FORMATS[dtype]
+    # Not what only has a dtype: an array, a scalar.
+    if isinstance(dtype, (str, type, np.dtype)):
+        try:
+            found = np.dtype(dtype)
+            name = str(found.name) if found.isnative else None
+        except (TypeError, ValueError, SyntaxError):  # from parsing it
+            pass
+    if name not in FORMATS:
+        got = repr(dtype) if isinstance(dtype, (str, type, np.dtype)) else describe(dtype)
+        *names, last = DTYPES
+        raise ValueError(f"dtype: expected {', '.join(names)} or {last}, got {got}")
+    return FORMATS[name]
+
+
+cdef class RowLayout:
+
+    @staticmethod
+    cdef RowLayout of(object format, object n_heads, object head_dim):
+        cdef RowLayout layout = RowLayout.__new__(RowLayout)
+        cdef RowFormat* row = &layout.row
+        layout.format = format
+        layout.typenum = cnp.NPY_FLOAT32 if format.scale is not None else format.stored.num
+        row.dtype = simd_dtype_number(format.name)
+        row.n_heads = n_heads
+        row.head_dim = head_dim
+        row.row_bytes, row.head_bytes, row.scales, row.scale_bytes = format.layout(n_heads, head_dim)
+        return layout
+
+    cdef str wanted(self, Py_ssize_t n_layers, Py_ssize_t count):
+        cdef list axes = ([n_layers] if n_layers > 1 else []) + ([count] if count >= 0 else [])
+        cdef list width = axes + [self.row.n_heads * self.row.head_dim]
+        stored, scale = self.format.stored, self.format.scale
+        if scale is not None:
+            return f"float32 {width}, or {stored} {width} and {scale} {axes + self.scales_shape()}"
+        if stored.num == cnp.NPY_FLOAT32:
+            return f"float32 {width}"
+        bits = "" if stored.name == self.format.name else f" ({self.format.name} bits)"
+        return f"float32 or {stored}{bits} {width}"
+
+    cdef list scales_shape(self):
+        """Of a row."""
+        n = self.row.scale_bytes // self.format.scale.itemsize
+        return [self.row.n_heads] if n == 1 else [self.row.n_heads, n]
+
+    cdef cnp.ndarray pack(self, tuple parts, str name, Py_ssize_t n_layers, Py_ssize_t count):
+        cdef str expected = self.wanted(n_layers, count)
+        cdef Py_ssize_t n_rows = n_layers * (1 if count < 0 else count), n_scales
+        cdef cnp.ndarray values, scales
+        if self.format.scale is None or len(parts) != 2:
+            raise TypeError(f"{name}: expected {expected}, got a tuple of {len(parts)}")
+        values = as_ndarray(parts[0], name, expected)
+        scales = as_ndarray(parts[1], name, expected)  # may run code that changes the first
+        got = f"{describe(values)} and {describe(scales)}"
+        if values.dtype != self.format.stored or scales.dtype != self.format.scale:
+            raise TypeError(f"{name}: expected {expected}, got {got}")
+        n_scales = self.row.scale_bytes // self.format.scale.itemsize
+        if not (has_shape(values, n_layers, count, self.row.n_heads, self.row.head_dim)
+                and has_shape(scales, n_layers, count, self.row.n_heads, n_scales)):
+            raise ValueError(f"{name}: expected {expected}, got {got}")
+        if not (is_backed(values) and is_backed(scales)):
+            raise changed(values, name, expected)
+        packed = np.zeros((n_rows, self.row.row_bytes), np.uint8)
+        packed[:, :self.row.n_heads * self.row.head_bytes] = as_bytes(values, n_rows)
+        packed[:, self.row.scales:] = as_bytes(scales, n_rows)
+        return packed if count < 0 else packed.reshape(n_layers, count, self.row.row_bytes)
+
+
+cdef object as_bytes(cnp.ndarray array, Py_ssize_t n_rows):
+    """The bytes of its rows, ``[n_rows, ...]``."""
+    return contiguous(array).reshape(n_rows, -1).view(np.uint8)
 
 
 cdef cnp.ndarray contiguous(cnp.ndarray array):
@@ -227,37 +300,37 @@ cdef cnp.ndarray as_native(object array, str name, str expected):
     return result
 
 
-cdef cnp.ndarray convert_rows(
-        object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
+cdef cnp.ndarray convert_rows(object array, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count):
     """The slow way in: converts, copies, or says what is wrong."""
-    cdef str expected = rows_wanted(dtype, n_layers, count, n_heads, head_dim)
+    if type(array) is tuple:
+        return layout.pack(array, name, n_layers, count)
+    cdef str expected = layout.wanted(n_layers, count)
     cdef object given = as_ndarray(array, name, expected)
-    if dtype == SIMD_BF16 and given.dtype.name == "bfloat16" and given.dtype.itemsize == 2:  # of ml_dtypes
-        given = given.view(np.uint16)
+    stored = layout.format.stored
+    # What NumPy has no dtype for, another package may have given it one: ml_dtypes.
+    if layout.format.name == given.dtype.name != stored.name and given.dtype.itemsize == stored.itemsize:
+        given = given.view(stored)
     cdef cnp.ndarray rows = given
-    if not (cnp.PyArray_ISNOTSWAPPED(rows) and (
-            cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT32
-            or (dtype == SIMD_F16 and cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT16)
-            or (dtype == SIMD_BF16 and cnp.PyArray_TYPE(rows) == cnp.NPY_USHORT))):
+    cdef int kind = cnp.PyArray_TYPE(rows)
+    if kind == cnp.NPY_UBYTE and cnp.PyArray_Check(array) and has_shape(rows, n_layers, count, 1, layout.row.row_bytes):
+        return contiguous(rows)
+    if not (cnp.PyArray_ISNOTSWAPPED(rows) and kind in (cnp.NPY_FLOAT32, layout.typenum)):
         raise TypeError(f"{name}: expected {expected}, got {describe(rows)}")
-    if not has_shape(rows, n_layers, count, n_heads, head_dim):
+    if not has_shape(rows, n_layers, count, layout.row.n_heads, layout.row.head_dim):
         raise ValueError(f"{name}: expected {expected}, got {describe(rows)}")
     return contiguous(rows)
 
 
-cdef cnp.ndarray as_rows(
-        object array, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads, Py_ssize_t head_dim):
+cdef cnp.ndarray as_rows(object array, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count):
     # All allowed spellings have the same bytes in the same order, so no reshape is needed.
-    if holds_rows(array, dtype, n_layers, count, n_heads, head_dim):
+    if holds_rows(array, layout, n_layers, count):
         return <cnp.ndarray>array
-    return convert_rows(array, name, dtype, n_layers, count, n_heads, head_dim)
+    return convert_rows(array, name, layout, n_layers, count)
 
 
-cdef int check_rows(
-        cnp.ndarray rows, str name, int dtype, Py_ssize_t n_layers, Py_ssize_t count, Py_ssize_t n_heads,
-        Py_ssize_t head_dim) except -1:
-    if not holds_rows(rows, dtype, n_layers, count, n_heads, head_dim) or not is_backed(rows):
-        raise changed(rows, name, rows_wanted(dtype, n_layers, count, n_heads, head_dim))
+cdef int check_rows(cnp.ndarray rows, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) except -1:
+    if not (holds_rows(rows, layout, n_layers, count) or holds_bytes(rows, layout, n_layers, count)) or not is_backed(rows):
+        raise changed(rows, name, layout.wanted(n_layers, count))
     return 0
 
 

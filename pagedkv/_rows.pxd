@@ -3,26 +3,21 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
+from pagedkv._arrays cimport RowLayout
 from pagedkv._kernels.plan cimport RowView
 from pagedkv._kernels.rows cimport GivenRows, RowFormat
 
-# "float32", "float16", "bfloat16" or "int8" for anything that names one, and its number; ValueError for the rest.
-cdef str dtype_name(object dtype)
-cdef int dtype_kind(str name) except -1
-# Bytes of a row, and where an int8 row keeps its scales. Python's integers, which may be beyond any memory.
-cdef object row_layout(int kind, object n_heads, object head_dim)
-
 
 cdef class BlockRows:
-    cdef int kind                           # SIMD_F32 ...
-    cdef Py_ssize_t n_layers, block_size, n_heads, head_dim, item_bytes, row_bytes
+    cdef RowLayout layout
+    cdef bint is_float32
+    cdef Py_ssize_t n_layers, block_size, n_heads, head_dim, row_bytes
     cdef const char* memory                 # of all rows
     cdef Py_ssize_t n_bytes
     cdef float[:, :, ::1] floats            # float32: [n_layers, total_blocks * block_size, width]
     cdef unsigned char[:, :, ::1] packed    # any other: [n_layers, total_blocks * block_size, row_bytes]
-    cdef RowFormat format                   # of those
     cdef object blocks                      # what is stored, read-only: [n_layers, total_blocks, block_size, width]
-    cdef object scales                      # int8: [n_layers, total_blocks, block_size, n_heads]
+    cdef object scales                      # the same of scales, [..., n_heads], or None where the dtype has none
 
     # What an array that _arrays has checked holds, a row a position of each layer; valid as long as the array.
     cdef GivenRows given(self, cnp.ndarray rows) noexcept

@@ -207,7 +207,6 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
     if v_rows.shape[0] != s or v_width == 0 or v_width % n_kv_heads or (
             v_rows.ndim == 3 and v_rows.shape[1] != n_kv_heads):
         raise ValueError(f"v: expected {s} rows of {n_kv_heads} heads, as k has, got {describe(v_rows)}")
-    kv.dtype = SIMD_F32
     kv.n_kv_heads = n_kv_heads
     kv.block_size = max(1, s)
     view_floats(&kv.k, k_rows, k_width, head_dim)
@@ -237,6 +236,7 @@ cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssiz
     view.head_bytes = head_dim * sizeof(float)
     view.head_dim = head_dim
     view.item_bytes = sizeof(float)
+    view.dtype = SIMD_F32
     view.scales = 0
 
 
@@ -245,7 +245,6 @@ cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssiz
 cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept:
     store.k.view_layer(&kv.k, layer)
     store.v.view_layer(&kv.v, layer)
-    kv.dtype = store.kind
     kv.block_size = store.block_size
     kv.n_kv_heads = store.n_kv_heads
 

@@ -1,5 +1,7 @@
 cimport numpy as cnp
 
+from pagedkv._arrays cimport RowLayout
+
 
 cdef class KvBlockPool:
     cdef object __weakref__
@@ -14,6 +16,7 @@ cdef class KvCache:
     cdef readonly Py_ssize_t n_kv_heads, head_dim, v_head_dim, seq_len
     cdef float[:, ::1] k_rows           # [allocated positions, k_width]
     cdef float[:, ::1] v_rows
+    cdef RowLayout k_layout, v_layout
     cdef object k_array                 # the same rows as NumPy arrays, read-only
     cdef object v_array
     cdef KvBlockPool pool

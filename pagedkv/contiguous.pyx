@@ -4,12 +4,12 @@ cimport cython
 cimport numpy as cnp
 from libc.string cimport memcpy, memmove
 
-from pagedkv._arrays cimport as_native, as_rows, as_size, check_rows, describe, empty_rows
+from pagedkv._arrays cimport RowLayout, as_native, as_rows, as_size, check_rows, describe, empty_rows
 from pagedkv._guard cimport enter_writer, leave_writer
 from pagedkv._kernels.rows cimport NOGIL_FROM
-from pagedkv._kernels.simd cimport SIMD_F32
 
 from pagedkv.errors import KvPoolExhausted
+from pagedkv.formats import FORMATS
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
 
@@ -156,6 +156,8 @@ cdef class KvCache:
             if dim > MAX_SIZE // heads:
                 raise ValueError(f"{name}: expected at most {MAX_SIZE // heads} with {heads} heads, so that a row can be "
                                  f"addressed, got {dim}")
+        cdef RowLayout k_layout = RowLayout.of(FORMATS["float32"], heads, k_dim)
+        cdef RowLayout v_layout = RowLayout.of(FORMATS["float32"], heads, v_dim)
         enter_writer(self, &self.users)
         try:
             if self.n_kv_heads:  # asked last: what came before may have run the caller's code
@@ -164,6 +166,8 @@ cdef class KvCache:
             self.n_kv_heads = heads
             self.head_dim = k_dim
             self.v_head_dim = v_dim
+            self.k_layout = k_layout
+            self.v_layout = v_layout
         finally:
             leave_writer(self, &self.users)
 
@@ -302,8 +306,8 @@ cdef class KvCache:
             In use by another call. Nothing was changed.
         """
         self.check_made()
-        cdef cnp.ndarray k = as_rows(k_step, "k_step", SIMD_F32, 1, -1, self.n_kv_heads, self.head_dim)
-        cdef cnp.ndarray v = as_rows(v_step, "v_step", SIMD_F32, 1, -1, self.n_kv_heads, self.v_head_dim)
+        cdef cnp.ndarray k = as_rows(k_step, "k_step", self.k_layout, 1, -1)
+        cdef cnp.ndarray v = as_rows(v_step, "v_step", self.v_layout, 1, -1)
         if v is not v_step:  # the caller's code may have run, and changed k
             self.check_given(k, v, -1)
         self.write(k, v, -1)
@@ -324,8 +328,8 @@ cdef class KvCache:
         self.check_made()
         cdef object rows = as_native(k, "k", f"float32 [n, {self.n_kv_heads * self.head_dim}]")
         cdef Py_ssize_t n = len(rows) if rows.ndim else 0
-        cdef cnp.ndarray k_new = as_rows(rows, "k", SIMD_F32, 1, n, self.n_kv_heads, self.head_dim)
-        cdef cnp.ndarray v_new = as_rows(v, "v", SIMD_F32, 1, n, self.n_kv_heads, self.v_head_dim)
+        cdef cnp.ndarray k_new = as_rows(rows, "k", self.k_layout, 1, n)
+        cdef cnp.ndarray v_new = as_rows(v, "v", self.v_layout, 1, n)
         if v_new is not v:
             self.check_given(k_new, v_new, n)
         self.write(k_new, v_new, n)
@@ -387,8 +391,8 @@ cdef class KvCache:
         return 0
 
     cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n) except -1:
-        check_rows(k, "k_step" if n < 0 else "k", SIMD_F32, 1, n, self.n_kv_heads, self.head_dim)
-        check_rows(v, "v_step" if n < 0 else "v", SIMD_F32, 1, n, self.n_kv_heads, self.v_head_dim)
+        check_rows(k, "k_step" if n < 0 else "k", self.k_layout, 1, n)
+        check_rows(v, "v_step" if n < 0 else "v", self.v_layout, 1, n)
         return 0
 
     cdef int write(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n) except -1:

@@ -12,7 +12,6 @@ cdef class PagedKvStore:
     cdef ByteBudget budget              # its own, or that of a model's stores
     cdef list peers                     # weak references to the stores that share it
     cdef readonly str dtype
-    cdef int kind                       # the same, as SIMD_F32 ...
     cdef BlockRows k
     cdef BlockRows v
     cdef Py_ssize_t step_bytes          # K and V of one position, all layers

@@ -9,9 +9,10 @@ cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_flag, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows
+from pagedkv._arrays cimport (
+    as_flag, as_format, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows)
 from pagedkv._kernels.rows cimport NOGIL_FROM
-from pagedkv._rows cimport BlockRows, dtype_kind, dtype_name, row_layout
+from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator, ByteBudget
 from pagedkv.pieces cimport BlockFilling, BlockPieces, HeldBlocks
 
@@ -114,10 +115,9 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
         cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
         cdef bint touch = as_flag(prefault, "prefault"), checked = as_flag(debug, "debug")
-        cdef str name = dtype_name(dtype)
-        cdef int kind = dtype_kind(name)
-        cdef BlockRows k = BlockRows(kind, int(layers), int(total), size, heads, k_dim, touch)
-        cdef BlockRows v = BlockRows(kind, int(layers), int(total), size, heads, v_dim, touch)
+        cdef object format = as_format(dtype)
+        cdef BlockRows k = BlockRows(format, int(layers), int(total), size, heads, k_dim, touch)
+        cdef BlockRows v = BlockRows(format, int(layers), int(total), size, heads, v_dim, touch)
         cdef BlockAllocator blocks = BlockAllocator(total, size * layers * (k.row_bytes + v.row_bytes))
         cdef ByteBudget budget = ByteBudget()
         budget.join(blocks)
@@ -132,8 +132,7 @@ prefault=False, debug=False)\n--\n
             self.head_dim = k_dim
             self.v_head_dim = v_dim
             self.n_layers = layers
-            self.dtype = name
-            self.kind = kind
+            self.dtype = format.name
             self.k = k
             self.v = v
             self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
@@ -180,16 +179,15 @@ prefault=False, debug=False)\n--\n
         # Python's integers: a product of sizes that fit 64 bits need not.
         cdef list n = [int(as_size(size, name, 1, MAX_SIZE)) for name, size in sizes.items()]
         cdef object budget = as_size(budget_bytes, "budget_bytes", 1, MAX_SIZE)
-        cdef str stored = dtype_name(dtype)
-        cdef int kind = dtype_kind(stored)
-        k_bytes, v_bytes = (row_layout(kind, n[2], dim)[0] for dim in n[3:])
+        cdef object format = as_format(dtype)
+        k_bytes, v_bytes = (format.layout(n[2], dim).row_bytes for dim in n[3:])
         cdef object block_bytes = n[0] * n[1] * (k_bytes + v_bytes)
         if block_bytes > budget:
             raise ValueError(f"budget_bytes: expected at least {block_bytes}, the bytes of one block, got {budget}")
         cdef object most = budget if max_bytes is None else as_size(max_bytes, "max_bytes", budget, MAX_SIZE)
         cdef object total = min(budget // block_bytes, INT32_MAX)
         cdef PagedKvStore store = cls(n[0], min(most // block_bytes, INT32_MAX), n[2], n[3], n_layers=n[1],
-                                      v_head_dim=n[4], dtype=stored, prefault=prefault, debug=debug)
+                                      v_head_dim=n[4], dtype=format.name, prefault=prefault, debug=debug)
         store.budget.account.limit = total * store.blocks.block_bytes
         return store
 
@@ -288,7 +286,7 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t index = as_index(layer, "layer", self.n_layers)
         self.check_held(block, "id")
         if blocks is None:
-            raise ValueError(f"dtype: only an int8 store has scales, this one is {self.dtype}")
+            raise ValueError(f"dtype: expected one that has scales, as int8, got {self.dtype}")
         return blocks[index, block, offset]
 
     # --- holding ---
@@ -714,24 +712,23 @@ prefault=False, debug=False)\n--\n
 
     cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
         cdef BlockRows k_rows = self.k, v_rows = self.v
-        return (holds_rows(k, self.kind, n_layers, n, k_rows.n_heads, k_rows.head_dim)
-                and holds_rows(v, self.kind, n_layers, n, v_rows.n_heads, v_rows.head_dim)
+        return (holds_rows(k, k_rows.layout, n_layers, n) and holds_rows(v, v_rows.layout, n_layers, n)
                 and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
                          or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
 
     cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n):
         cdef str name = "k_step" if n < 0 else "k"
-        return self.apart(as_rows(array, name, self.kind, n_layers, n, self.k.n_heads, self.k.head_dim))
+        return self.apart(as_rows(array, name, self.k.layout, n_layers, n))
 
     cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k):
         cdef str name = "v_step" if n < 0 else "v"
-        cdef cnp.ndarray v = as_rows(array, name, self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        cdef cnp.ndarray v = as_rows(array, name, self.v.layout, n_layers, n)
         self.check_given(k, v, n_layers, n)
         return self.apart(v)
 
     cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1:
-        check_rows(k, "k_step" if n < 0 else "k", self.kind, n_layers, n, self.k.n_heads, self.k.head_dim)
-        check_rows(v, "v_step" if n < 0 else "v", self.kind, n_layers, n, self.v.n_heads, self.v.head_dim)
+        check_rows(k, "k_step" if n < 0 else "k", self.k.layout, n_layers, n)
+        check_rows(v, "v_step" if n < 0 else "v", self.v.layout, n_layers, n)
         return 0
 
     cdef cnp.ndarray apart(self, cnp.ndarray rows):

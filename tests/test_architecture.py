@@ -19,7 +19,7 @@ PACKAGE = ROOT / "pagedkv"
 # modules of a subpackage may use each other. Stubs are for type checkers, and may name what they like.
 FLOORS = [
     ["_kernels"],  # C-level only
-    ["errors", "stats", "viz"],  # plain values, and pictures of them
+    ["errors", "formats", "stats", "viz"],  # plain values, and pictures of them
     ["_radix"],  # what is known of token ids: C level too
     ["_arrays", "_guard"],  # what the caller gave, checked; who may use it now
     ["allocator", "_rows", "_keys", "threads", "_tensors"],

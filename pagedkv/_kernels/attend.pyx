@@ -22,7 +22,7 @@ from pagedkv._kernels.plan cimport (
     KvView, QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up,
     step_positions, stored_bytes, tile_rows)
 from pagedkv._kernels.simd cimport (
-    PAD, SIMD_F32, SIMD_I8, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
+    PAD, SIMD_F32, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
 
 
 cdef extern from "<stdatomic.h>" nogil:
@@ -280,7 +280,7 @@ cdef inline bint lie_by_head(const RowView* view) noexcept nogil:
 
 
 cdef inline Py_ssize_t scale_offset(const RowView* view, Py_ssize_t first_head) noexcept nogil:
-    """Bytes from where a head's values start in an int8 row to its scale."""
+    """Bytes from where a head's values start in a row to its scale."""
     return view.scales + first_head * (<Py_ssize_t>sizeof(float) - view.head_bytes)
 
 
@@ -374,8 +374,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef const KvView* kv = run.kv
     cdef const AttendOptions* options = run.options
     cdef const simd_kernels* simd = run.kernels
-    cdef const simd_dtype* stored = &simd.dtypes[kv.dtype]
-    cdef const simd_dtype* v_stored = &simd.dtypes[SIMD_F32] if tile.by_panels else stored
+    cdef const simd_dtype* k_stored = &simd.dtypes[kv.k.dtype]
+    cdef const simd_dtype* v_stored = &simd.dtypes[kv.v.dtype]
+    cdef const simd_dtype* v_read = &simd.dtypes[SIMD_F32] if tile.by_panels else v_stored  # those are copied first
     cdef const AttendMember* member = &run.plan.members[tile.first_member]  # the only one, unless shared
     cdef const QuerySpan* span = &run.plan.spans[member.span]
     cdef Py_ssize_t group = run.group, head_dim = kv.k.head_dim, v_head_dim = kv.v.head_dim
@@ -409,8 +410,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     if options.alibi_slopes is not NULL:
         memset(scratch.slopes, 0, 2 * s_stride * sizeof(float))
         load_slopes(run, tile, task.begin, scratch)
-    if kv.dtype == SIMD_I8:
+    if kv.k.scales:
         k_scale_at = scale_offset(&kv.k, tile.first_head)
+    if kv.v.scales:
         v_scale_at = scale_offset(&kv.v, tile.first_head)
 
     cursor.entry = span.table + task.begin // kv.block_size
@@ -429,12 +431,12 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
         ahead.row = ahead.column = ahead.head = 0
 
         if tile.by_panels:
-            copy_head(scratch.k_copy, q_stride, k_rows, &kv.k, stored, k_scale_at, n)
+            copy_head(scratch.k_copy, q_stride, k_rows, &kv.k, k_stored, k_scale_at, n)
             call_rows(v_rows, stored_bytes(&kv.v), n)
             simd.score_panels(s, s_stride, scratch.q, scratch.k_copy, q_stride, n, n_rows, head_dim)
         else:
-            stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, k_stride, by_head, v_rows, v_stride, n,
-                              tile.n_heads, tile.rows_per_head, head_dim)
+            k_stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, k_stride, by_head, v_rows, v_stride, n,
+                                tile.n_heads, tile.rows_per_head, head_dim)
             if k_scale_at:
                 simd.scale_scores(s, s_stride, k_rows, k_scale_at, n, tile.n_heads, tile.rows_per_head)
         if options.softcap != 0:
@@ -453,12 +455,12 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
         if moved and place > task.begin:
             fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
         if tile.by_panels:
-            copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, stored, v_scale_at, n)
+            copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, v_stored, v_scale_at, n)
         elif v_scale_at:
             simd.scale_scores(s, s_stride, v_rows, v_scale_at, n, tile.n_heads, tile.rows_per_head)
         if all_seen:
-            v_stored.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, v_stride, &ahead, n,
-                                     tile.n_heads, tile.rows_per_head, v_head_dim)
+            v_read.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, v_stride, &ahead, n,
+                                   tile.n_heads, tile.rows_per_head, v_head_dim)
         else:
             # What a query does not see must not reach it even as 0 * v, since v may be NaN; so each takes its own
             # range of rows.
@@ -469,7 +471,7 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
                     continue
                 for h in range(tile.n_heads):
                     r = h * tile.rows_per_head + i * group
-                    v_stored.accumulate_rows(
+                    v_read.accumulate_rows(
                         partial.acc + r * acc_stride, acc_stride, s + first * s_stride + r, s_stride,
                         v_rows + first, h * v_stride, v_stride, &ahead, end - first, 1, group, v_head_dim)
         place += n

@@ -181,12 +181,12 @@ static void V(add_scaled_row)(float *dst, const float *src, float factor, ptrdif
 
 #define STRINGIZE_(x) #x
 #define STRINGIZE(x) STRINGIZE_(x)
-#define DTYPE(name)                                                                                           \
-    {V(score_dots_##name), V(accumulate_rows_##name), V(widen_##name), V(narrow_##name)}
+#define DTYPE(name, type, text)                                                                               \
+    {text, V(score_dots_##name), V(accumulate_rows_##name), V(widen_##name), V(narrow_##name)},
 const simd_kernels V(simd_kernels) = {
     STRINGIZE(SIMD_ISA),
     LANES,
-    {DTYPE(f32), DTYPE(f16), DTYPE(bf16), DTYPE(i8)},
+    {SIMD_EACH_DTYPE(DTYPE)},
     V(score_panels),
     V(scale_scores),
     V(cap_scores),

@@ -12,13 +12,13 @@ cdef struct RowView:
     Py_ssize_t head_bytes       # from one head to the next: a multiple of item_bytes
     Py_ssize_t head_dim         # values of a head, side by side
     Py_ssize_t item_bytes       # of a value
-    Py_ssize_t scales           # int8: bytes from a row's start to its heads' scales
+    int dtype                   # SIMD_F32 ...
+    Py_ssize_t scales           # bytes from a row's start to its heads' float32 scales; 0: there are none
 
 # One layer's K and V. Contiguous K and V are one block of seq_len rows, with the table {0}.
 cdef struct KvView:
     RowView k
     RowView v
-    int dtype                   # SIMD_F32 ...
     Py_ssize_t block_size       # rows
     Py_ssize_t n_kv_heads
 

@@ -13,13 +13,15 @@ ctypedef fused stored_t:
     float
     unsigned char
 
-# How a row of a store is laid out that does not hold floats.
+# How a row of a store is laid out (formats.py), and which kernels convert it.
 cdef struct RowFormat:
-    int dtype                   # SIMD_F16 ...
+    int dtype                   # SIMD_F32 ...
     Py_ssize_t n_heads
     Py_ssize_t head_dim
     Py_ssize_t row_bytes
-    Py_ssize_t scales           # int8: bytes from a row's start to the float32 scales of its heads
+    Py_ssize_t head_bytes       # of a head's values
+    Py_ssize_t scales           # bytes from a row's start to the scales of its heads; 0: there are none
+    Py_ssize_t scale_bytes      # of a head's
 
 # A caller's contiguous rows: floats, or values as the store holds them.
 cdef struct GivenRows:

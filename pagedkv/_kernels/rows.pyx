@@ -11,7 +11,7 @@ from libc.string cimport memcpy, memset
 
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport HeadsView, RowView
-from pagedkv._kernels.simd cimport SIMD_F32, SIMD_I8, simd_dtype, simd_in_use
+from pagedkv._kernels.simd cimport SIMD_F32, simd_dtype, simd_in_use
 
 cdef extern from "stream.h" nogil:
     void stream_bytes(char* dst, const char* src, size_t n)
@@ -52,25 +52,25 @@ cdef inline void move_bytes(char* dst, const char* src, Py_ssize_t n, bint strea
 # --- rows of other dtypes ----------------------------------------------------------------------------
 
 cdef void encode_row(char* dst, const float* src, const RowFormat* format, const simd_dtype* dtype) noexcept nogil:
-    cdef Py_ssize_t h
-    if format.dtype != SIMD_I8:
+    cdef Py_ssize_t h, n_bytes = format.n_heads * format.head_bytes
+    if format.scales == 0:
         dtype.narrow(dst, NULL, src, format.n_heads * format.head_dim)
         return
     # Between the values and the scales: nothing that came from elsewhere, so that equal rows are equal bytes.
-    memset(dst + format.n_heads * format.head_dim, 0, format.scales - format.n_heads * format.head_dim)
+    memset(dst + n_bytes, 0, format.scales - n_bytes)
     for h in range(format.n_heads):
-        dtype.narrow(dst + h * format.head_dim, <float*>(dst + format.scales) + h, src + h * format.head_dim,
-                     format.head_dim)
+        dtype.narrow(dst + h * format.head_bytes, <float*>(dst + format.scales + h * format.scale_bytes),
+                     src + h * format.head_dim, format.head_dim)
 
 
 cdef void decode_row(float* dst, const char* src, const RowFormat* format, const simd_dtype* dtype) noexcept nogil:
     cdef Py_ssize_t h
-    if format.dtype != SIMD_I8:
+    if format.scales == 0:
         dtype.widen(dst, src, 1, format.n_heads * format.head_dim)
         return
     for h in range(format.n_heads):
-        dtype.widen(dst + h * format.head_dim, src + h * format.head_dim, (<const float*>(src + format.scales))[h],
-                    format.head_dim)
+        dtype.widen(dst + h * format.head_dim, src + h * format.head_bytes,
+                    (<const float*>(src + format.scales + h * format.scale_bytes))[0], format.head_dim)
 
 
 cdef void convert_rows(char* dst, const char* src, Py_ssize_t n, const RowFormat* format, bint encode,

@@ -98,12 +98,19 @@
 #define SIMD_LINE_BYTES 64 /* what one prefetch brings */
 #define SIMD_PAD 32        /* rows of scores, of q and of acc start on multiples of so many floats: two vectors of any set */
 
-/* What a value of K or V is stored as. */
-enum { SIMD_F32 = 0, SIMD_F16, SIMD_BF16, SIMD_I8, SIMD_DTYPES };
-typedef float simd_f32;
-typedef uint16_t simd_f16;
-typedef uint16_t simd_bf16;
-typedef int8_t simd_i8;
+/* What a value of K or V is stored as: its name in the kernels, its C type, and its name in formats.py. */
+#define SIMD_EACH_DTYPE(X)                                                                                    \
+    X(f32, float, "float32")                                                                                  \
+    X(f16, uint16_t, "float16")                                                                               \
+    X(bf16, uint16_t, "bfloat16")                                                                             \
+    X(i8, int8_t, "int8")
+
+#define SIMD_NUMBER(name, type, text) SIMD_DTYPE_##name,
+enum { SIMD_EACH_DTYPE(SIMD_NUMBER) SIMD_DTYPES };
+#undef SIMD_NUMBER
+#define SIMD_TYPE(name, type, text) typedef type simd_##name;
+SIMD_EACH_DTYPE(SIMD_TYPE)
+#undef SIMD_TYPE
 
 /* --- binary16, one value at a time: for the sets that have no instruction for it -------------------- */
 
@@ -195,8 +202,9 @@ SIMD_INLINE const char *simd_next_run(simd_ahead *ahead, ptrdiff_t n, const void
 }
 
 /* The kernels that read rows as they are stored. Rows of K and V are given by pointers, so that no kernel knows of
- * blocks; what a pointer points to is the first value of a head. The scales of int8 rows are not theirs to apply. */
+ * blocks; what a pointer points to is the first value of a head. Scales are not theirs to apply. */
 typedef struct {
+    const char *name;
     /* s[t, h * n_rows + r] = q[h * n_rows + r] . k_rows[t][h * k_stride ...]; q padded to q_stride with zeros. by_head:
      * neighbours in memory are rows of one head, not heads of one row. */
     void (*score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride, const char *const *k_rows,
@@ -206,7 +214,7 @@ typedef struct {
     void (*accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
                             const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, simd_ahead *ahead,
                             ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim);
-    /* n values to floats, times the scale if they are int8; and back, where an int8 scale is found and written. */
+    /* n values to floats, times the scale if they have one; and back, where the scale is found and written. */
     void (*widen)(float *dst, const void *src, float scale, ptrdiff_t n);
     void (*narrow)(void *dst, float *scale, const float *src, ptrdiff_t n);
 } simd_dtype;

@@ -2,10 +2,10 @@
 
 cdef extern from "simd.h" nogil:
     enum:
-        SIMD_F32
-        SIMD_F16
-        SIMD_BF16
-        SIMD_I8
+        SIMD_F32 "SIMD_DTYPE_f32"
+        SIMD_F16 "SIMD_DTYPE_f16"
+        SIMD_BF16 "SIMD_DTYPE_bf16"
+        SIMD_DTYPES
         SIMD_LINE_BYTES
         PAD "SIMD_PAD"
     void simd_prefetch "SIMD_PREFETCH" (const void* p)
@@ -21,6 +21,7 @@ cdef extern from "simd.h" nogil:
         Py_ssize_t column
 
     ctypedef struct simd_dtype:
+        const char* name
         void score_dots(float* s, Py_ssize_t s_stride, const float* q, Py_ssize_t q_stride, const char** k_rows,
                         Py_ssize_t k_stride, bint by_head, const char** ahead, Py_ssize_t ahead_stride,
                         Py_ssize_t n, Py_ssize_t n_heads, Py_ssize_t n_rows, Py_ssize_t head_dim) noexcept nogil
@@ -45,6 +46,9 @@ cdef extern from "simd.h" nogil:
                          float* fade) noexcept nogil
         void scale_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
         void add_scaled_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
+
+# The number of a dtype's kernels, by the name it has in formats.py; KeyError where there are none.
+cdef int simd_dtype_number(str name) except -1
 
 # Asked for once a call: a process may change it between two.
 cdef const simd_kernels* simd_in_use() noexcept nogil

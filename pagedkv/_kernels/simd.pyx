@@ -13,6 +13,14 @@ cdef const simd_kernels* simd_in_use() noexcept nogil:
     return kernels
 
 
+cdef int simd_dtype_number(str name) except -1:
+    cdef int i
+    for i in range(SIMD_DTYPES):
+        if kernels.dtypes[i].name.decode() == name:
+            return i
+    raise KeyError(name)
+
+
 def get_simd():
     """The instruction set in use."""
     return kernels.name.decode()
