@@ -176,6 +176,7 @@ class Sdist(sdist):
 
     def make_distribution(self):
         self.filelist.append("CHANGELOG.md")
+        self.filelist.append("CONTRIBUTING.md")
         for folder in "pagedkv", "tests", "benchmarks":
             self.filelist.graft(folder)
         for made in "*.c", "*.html", "*.so", "*.pyd", "*.py[co]":

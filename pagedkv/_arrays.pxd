@@ -68,15 +68,11 @@ cdef class RowLayout:
     cdef cnp.ndarray pack(self, tuple parts, str name, Py_ssize_t n_layers, Py_ssize_t count)
 
 
-cdef inline bint holds_rows(object array, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
-    """Whether as_rows would give it back as it is."""
-    return (is_plain(array, cnp.NPY_FLOAT32) or is_plain(array, layout.typenum)) and has_shape(
-        <cnp.ndarray>array, n_layers, count, layout.row.n_heads, layout.row.head_dim)
-
-
-cdef inline bint holds_bytes(object array, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
-    """The same of whole rows as they are stored, with all that is in them."""
-    return is_plain(array, cnp.NPY_UBYTE) and has_shape(<cnp.ndarray>array, n_layers, count, 1, layout.row.row_bytes)
+cdef inline bint holds_rows(
+        object array, const RowFormat* row, int typenum, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
+    """Whether as_rows would give it back as it is. With the fields of a RowLayout: no reference to it is counted."""
+    return (is_plain(array, cnp.NPY_FLOAT32) or is_plain(array, typenum)) and has_shape(
+        <cnp.ndarray>array, n_layers, count, row.n_heads, row.head_dim)
 
 
 # Whether the memory of a view still is that of the arrays it is a view of.

@@ -323,13 +323,16 @@ cdef cnp.ndarray convert_rows(object array, str name, RowLayout layout, Py_ssize
 
 cdef cnp.ndarray as_rows(object array, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count):
     # All allowed spellings have the same bytes in the same order, so no reshape is needed.
-    if holds_rows(array, layout, n_layers, count):
+    if holds_rows(array, &layout.row, layout.typenum, n_layers, count):
         return <cnp.ndarray>array
     return convert_rows(array, name, layout, n_layers, count)
 
 
 cdef int check_rows(cnp.ndarray rows, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) except -1:
-    if not (holds_rows(rows, layout, n_layers, count) or holds_bytes(rows, layout, n_layers, count)) or not is_backed(rows):
+    cdef bint fine = holds_rows(rows, &layout.row, layout.typenum, n_layers, count)
+    if not fine and is_plain(rows, cnp.NPY_UBYTE):
+        fine = has_shape(rows, n_layers, count, 1, layout.row.row_bytes)
+    if not fine or not is_backed(rows):
         raise changed(rows, name, layout.wanted(n_layers, count))
     return 0
 

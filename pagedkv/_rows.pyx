@@ -7,13 +7,11 @@ that users see look into.
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
-from pagedkv._arrays cimport RowLayout, empty_bytes, is_float32
+from pagedkv._arrays cimport RowLayout, as_format, empty_bytes, is_float32
 from pagedkv._kernels.rows cimport append_rows, copy_rows, erase_rows, gather_blocks, put_step, scatter_rows
 from pagedkv._kernels.simd cimport SIMD_F32
 
 import numpy as np
-
-from pagedkv.formats import FORMATS
 
 cdef extern from "pages.h" nogil:
     Py_ssize_t give_back_pages(char* start, char* end)
@@ -21,7 +19,7 @@ cdef extern from "pages.h" nogil:
 
 cdef class BlockRows:
 
-    def __cinit__(self, object format=FORMATS["float32"], n_layers=0, total_blocks=0, Py_ssize_t block_size=1,
+    def __cinit__(self, object format=as_format("float32"), n_layers=0, total_blocks=0, Py_ssize_t block_size=1,
                   Py_ssize_t n_heads=0, Py_ssize_t head_dim=0, bint prefault=False):
         cdef object rows, row_bytes = format.layout(int(n_heads), int(head_dim)).row_bytes
         cdef cnp.ndarray memory = empty_bytes(n_layers * total_blocks * block_size * row_bytes)

@@ -4,12 +4,11 @@ cimport cython
 cimport numpy as cnp
 from libc.string cimport memcpy, memmove
 
-from pagedkv._arrays cimport RowLayout, as_native, as_rows, as_size, check_rows, describe, empty_rows
+from pagedkv._arrays cimport RowLayout, as_format, as_native, as_rows, as_size, check_rows, describe, empty_rows
 from pagedkv._guard cimport enter_writer, leave_writer
 from pagedkv._kernels.rows cimport NOGIL_FROM
 
 from pagedkv.errors import KvPoolExhausted
-from pagedkv.formats import FORMATS
 
 cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
 
@@ -156,8 +155,8 @@ cdef class KvCache:
             if dim > MAX_SIZE // heads:
                 raise ValueError(f"{name}: expected at most {MAX_SIZE // heads} with {heads} heads, so that a row can be "
                                  f"addressed, got {dim}")
-        cdef RowLayout k_layout = RowLayout.of(FORMATS["float32"], heads, k_dim)
-        cdef RowLayout v_layout = RowLayout.of(FORMATS["float32"], heads, v_dim)
+        cdef RowLayout k_layout = RowLayout.of(as_format("float32"), heads, k_dim)
+        cdef RowLayout v_layout = RowLayout.of(as_format("float32"), heads, v_dim)
         enter_writer(self, &self.users)
         try:
             if self.n_kv_heads:  # asked last: what came before may have run the caller's code

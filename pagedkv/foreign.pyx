@@ -11,12 +11,12 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
-from pagedkv._arrays cimport as_counts, as_ids, as_size, as_thread_count, check_apart, describe, empty_floats, empty_slots
+from pagedkv._arrays cimport (
+    as_counts, as_format, as_ids, as_size, as_thread_count, check_apart, describe, empty_floats, empty_slots)
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport AttendOptions, HeadsView, KvView, PlanShelf, QuerySpan, RowView, free_plans
 from pagedkv._kernels.rows cimport place_rows
-from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_I8
-from pagedkv._rows cimport dtype_kind, dtype_name
+from pagedkv._kernels.simd cimport SIMD_BF16, simd_dtype_number
 from pagedkv._tensors cimport Tensor, as_integers, as_tensor, empty_like, view_integers, view_tensor
 from pagedkv.attention cimport Asked, as_options, read_heads, run
 
@@ -136,9 +136,12 @@ cdef class AttentionBatch:
         if type(layout) is not str or layout not in SHAPES:
             raise ValueError(f"layout: expected 'NHD' or 'HND', got {layout!r}")
         self.layout = layout
-        self.kind = -1 if dtype is None else dtype_kind(dtype_name(dtype))
-        if self.kind == SIMD_I8:
-            raise ValueError("dtype: expected float32, float16 or bfloat16, got int8")
+        self.kind = -1
+        if dtype is not None:
+            name = as_format(dtype).name
+            if name not in ("float32", "float16", "bfloat16"):
+                raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {name}")
+            self.kind = simd_dtype_number(name)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
         lengths = as_counts(seq_lens, "seq_lens", -1, MAX_LENGTH)
         self.n_seqs = lengths.shape[0]
@@ -248,9 +251,9 @@ cdef class AttentionBatch:
             view_heads(&k_heads, &k_given)
             view_heads(&v_heads, &v_given)
             with nogil:
-                place_rows(&kv.k, kv.dtype, kv.block_size, &k_heads, kv.n_kv_heads,
+                place_rows(&kv.k, kv.block_size, &k_heads, kv.n_kv_heads,
                            <const int64_t*>cnp.PyArray_DATA(places), n, self.n_threads)
-                place_rows(&kv.v, kv.dtype, kv.block_size, &v_heads, kv.n_kv_heads,
+                place_rows(&kv.v, kv.block_size, &v_heads, kv.n_kv_heads,
                            <const int64_t*>cnp.PyArray_DATA(places), n, self.n_threads)
         finally:
             self.busy = False
@@ -446,7 +449,6 @@ cdef class AttentionBatch:
             raise TypeError(f"v_cache: expected the dtype of k_cache, {k_blocks.dtype}, got {describe(v_blocks)}")
         if self.kind >= 0 and k.dtype != self.kind:
             raise TypeError(f"k_cache: expected what dtype says, got {describe(k_blocks)}")
-        kv.dtype = k.dtype
         kv.block_size = self.block_size
         kv.n_kv_heads = k.shape[heads]
         view_rows(&kv.k, &k, rows)
@@ -497,6 +499,7 @@ cdef void view_rows(RowView* view, const Tensor* given, int rows) noexcept:
     view.row_bytes = given.strides[rows]
     view.head_dim = given.shape[3]
     view.item_bytes = given.item_bytes
+    view.dtype = given.dtype
     # NumPy says nothing of the stride of one head; the kernels are told of heads side by side.
     view.head_bytes = given.strides[heads] if given.shape[heads] > 1 else view.head_dim * view.item_bytes
     view.scales = 0

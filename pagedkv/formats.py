@@ -1,9 +1,9 @@
-"""How a row of K or V is stored: every dtype of a store is one entry here, and its kernels (``_kernels/simd_dtypes.h``).
+"""How a row of K or V is stored: a dtype of a store is an entry here, and its kernels (``_kernels/simd_dtypes.h``).
 
     [ head 0 | head 1 | ... | zeros up to where a scale may begin | scales of head 0 | scales of head 1 | ... ]
 
-A row is the ``n_heads * head_dim`` values of one position. A dtype without scales ends with its values. One that has them
-keeps them in the row, so that whatever moves rows and blocks moves bytes, and asks no further.
+A row is the ``n_heads * head_dim`` values of one position; without scales it ends there. Scales are kept in the row, so
+that whatever moves rows and blocks moves bytes, and asks no further.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16", "int8"]
+_DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 class Layout(NamedTuple):
@@ -30,12 +30,12 @@ class Layout(NamedTuple):
 class Format:
     """What a value is stored as."""
 
-    name: DTypeName
+    name: _DTypeName
     """As users say it, and as simd.h lists its kernels."""
     stored: np.dtype[Any]
     """What NumPy sees of a value: where it has no such dtype, one of as many bytes that shows the bits."""
     scale: np.dtype[Any] | None = None
-    """What a value stands for is itself times a scale of its head and row, which is this; None: it stands for itself."""
+    """A value stands for itself times a scale of its head and row, which is this; None: for itself."""
     group: int | None = None
     """Values of a head that share a scale; None: all."""
 
@@ -60,5 +60,5 @@ FORMATS: dict[str, Format] = {
         Format("int8", np.dtype(np.int8), scale=np.dtype(np.float32)),
     )
 }
-DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
-"""Their names, the widest first."""
+DTYPES: tuple[_DTypeName, ...] = get_args(_DTypeName)
+"""Their names; float32 first."""

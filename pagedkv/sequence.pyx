@@ -123,8 +123,9 @@ cdef class PagedKvCache:
         store : PagedKvStore
         k_step, v_step : array, float32
             ``[width]`` or ``[n_kv_heads, head_dim]``; one row a layer, ``[n_layers, ...]``, where the
-            store has several layers. A float16 store takes float16 rows too, as they are, and a bfloat16
-            store the bits of bfloat16 as uint16.
+            store has several layers. Rows as they are stored are taken too: float16, the bits of bfloat16 as uint16, a
+            tuple of int8 values and their float32 scales ``[..., n_kv_heads]``; in any dtype uint8, the bytes of whole
+            rows as `PagedKvStore.pieces` shows them.
 
         Raises
         ------
@@ -168,7 +169,7 @@ cdef class PagedKvCache:
         store : PagedKvStore
         k, v : array, float32
             ``[count, width]`` or ``[count, n_kv_heads, head_dim]``, with a leading ``n_layers`` axis
-            where the store has several layers. Strided arrays are copied first. 16-bit rows as for `push`.
+            where the store has several layers. Strided arrays are copied first. Stored rows as for `push`.
         count : int
             Rows to append; all that ``k`` and ``v`` have.
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
-from pagedkv._arrays import _Flag, _Floats, _Ints, _Real, _Rows
+from pagedkv._arrays import _Flag, _Floats, _Ints, _Real, _StoredRows
 from pagedkv._groups import _Groups, _Sequence
 from pagedkv.sequence import PagedKvCache
 from pagedkv.store import PagedKvStore
@@ -44,7 +44,7 @@ class Step:
     ) -> None: ...
     def commit(self) -> None: ...
     def rollback(self) -> None: ...
-    def write(self, layer: SupportsIndex, k: _Rows, v: _Rows) -> None: ...
+    def write(self, layer: SupportsIndex, k: _StoredRows, v: _StoredRows) -> None: ...
     @overload
     def attend(
         self,

@@ -218,7 +218,7 @@ cdef class Step:
             0 to ``n_layers - 1``, in any order. In a step over a model's stores, the model's number.
         k, v : array, float32
             ``[n_rows, width]`` or ``[n_rows, n_kv_heads, head_dim]``: the rows of all sequences, one
-            after the other. Writing a layer again replaces its rows. 16-bit rows as for `PagedKvCache.push`.
+            after the other. Writing a layer again replaces its rows. Stored rows as for `PagedKvCache.push`.
 
         Raises
         ------

@@ -5,7 +5,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
-from pagedkv._arrays import _BlockIds, _DType, _DTypeName
+from pagedkv._arrays import _BlockIds, _DType
+from pagedkv.formats import _DTypeName
 from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import StoreStats

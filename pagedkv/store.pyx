@@ -712,7 +712,8 @@ prefault=False, debug=False)\n--\n
 
     cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
         cdef BlockRows k_rows = self.k, v_rows = self.v
-        return (holds_rows(k, k_rows.layout, n_layers, n) and holds_rows(v, v_rows.layout, n_layers, n)
+        return (holds_rows(k, &k_rows.layout.row, k_rows.layout.typenum, n_layers, n)
+                and holds_rows(v, &v_rows.layout.row, v_rows.layout.typenum, n_layers, n)
                 and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
                          or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
 

@@ -3,19 +3,15 @@
 Rows have a last axis of heads and values, ``[..., n_heads, head_dim]``: int8 has one scale for each head of a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-DTYPES = ("float32", "float16", "bfloat16", "int8")
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
-# Bits of rows that a store takes as they are, beside float32.
-RAW = {"float16": np.float16, "bfloat16": np.uint16}
-
 
 @dataclass
 class Rows:
-    """``values`` are ``[..., n_heads, head_dim]`` as they are stored, ``scales`` ``[..., n_heads]``, for int8 alone."""
+    """``values`` are ``[..., n_heads, head_dim]`` as they are stored; ``scales``, if it has any, ``[..., n_heads]``."""
 
     dtype: str
     values: np.ndarray
@@ -23,7 +19,7 @@ class Rows:
 
     @classmethod
     def zeros(cls, dtype, *shape):
-        scales = np.zeros(shape[:-1], np.float32) if dtype == "int8" else None
+        scales = np.zeros(shape[:-1], np.float32) if dtype in SCALED else None
         return cls(dtype, np.zeros(shape, STORED[dtype]), scales)
 
     def __getitem__(self, index):
@@ -35,27 +31,33 @@ class Rows:
             self.scales[index] = other.scales
 
     def decode(self):
-        if self.dtype == "bfloat16":
-            return (self.values.astype(np.uint32) << 16).view(np.float32)
+        return KINDS[self.dtype].decode(self.values) if self.scales is None else self.scaled()
+
+    def scaled(self):
         with np.errstate(over="ignore", invalid="ignore"):
-            values = self.values.astype(np.float32)  # some CPUs report a signalling NaN
-            if self.dtype == "int8":
-                values *= self.scales[..., None]
-        return values
+            return KINDS[self.dtype].decode(self.values) * self.scales[..., None]
 
 
 def encode(dtype, rows):
     """float32 ``[..., n_heads, head_dim]`` as a store of that dtype keeps them."""
     rows = np.ascontiguousarray(rows)
     assert rows.dtype == np.float32
-    if dtype == "float32":
-        return Rows(dtype, rows.copy())
-    if dtype == "float16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return Rows(dtype, rows.astype(np.float16))
-    if dtype == "bfloat16":
-        return Rows(dtype, to_bfloat16(rows))
-    return Rows(dtype, *to_int8(rows))
+    parts = KINDS[dtype].encode(rows)
+    return Rows(dtype, *parts) if dtype in SCALED else Rows(dtype, parts)
+
+
+def to_floats(values):
+    with np.errstate(invalid="ignore"):  # some CPUs report a signalling NaN
+        return values.astype(np.float32)
+
+
+def to_float16(rows):
+    with np.errstate(over="ignore", invalid="ignore"):
+        return rows.astype(np.float16)
+
+
+def from_bfloat16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(rows):
@@ -80,6 +82,29 @@ def to_int8(rows):
     return np.where(usable, np.clip(quotients, -127, 127), 0).astype(np.int8), scales
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What NumPy sees of a value; float32 rows as such values, or as values and scales; and values as floats."""
+
+    stored: type
+    encode: Callable
+    decode: Callable = to_floats
+    scaled: bool = False
+
+
+KINDS = {
+    "float32": Kind(np.float32, np.copy),
+    "float16": Kind(np.float16, to_float16),
+    "bfloat16": Kind(np.uint16, to_bfloat16, from_bfloat16),
+    "int8": Kind(np.int8, to_int8, scaled=True),
+}
+DTYPES = tuple(KINDS)
+STORED = {dtype: kind.stored for dtype, kind in KINDS.items()}
+SCALED = {dtype for dtype, kind in KINDS.items() if kind.scaled}
+# Bits of rows that a store takes as they are, beside float32.
+RAW = {dtype: kind for dtype, kind in STORED.items() if dtype not in SCALED and dtype != "float32"}
+
+
 def round_trip(dtype, rows):
     """What rows written to a store of that dtype read as."""
     return encode(dtype, rows).decode()
@@ -97,25 +122,18 @@ def assert_same(got, want):
     assert not wrong.any(), f"{wrong.sum()} differ: got {got[wrong][:5]}, expected {want[wrong][:5]}"
 
 
-def nan_bits(bits):
-    """Which bfloat16 are NaN."""
-    return bits & 0x7FFF > 0x7F80
-
-
 def assert_same_rows(values, scales, want):
-    """``values [..., width]`` and ``scales [..., n_heads]`` of a store (None but for int8) are the Rows `want`."""
+    """``values [..., width]`` and ``scales [..., n_heads]`` of a store, or None, are the Rows `want`."""
     expected = want.values.reshape(values.shape)
     assert values.dtype == expected.dtype
-    same_values = values.tobytes() == expected.tobytes()
-    if want.dtype == "float32":
-        assert same_values
-    elif want.dtype == "float16":
-        assert_same(values, expected)
-    elif want.dtype == "bfloat16":
-        assert same_values or ((values == expected) | nan_bits(values) & nan_bits(expected)).all()
-    else:
-        assert_same(scales, want.scales.reshape(scales.shape))
-        # What NaN is multiplied with does not matter.
-        if not same_values:
-            read = np.repeat(~np.isnan(want.scales), want.values.shape[-1], axis=-1).reshape(values.shape)
-            assert np.array_equal(values[read], expected[read])
+    if values.tobytes() == expected.tobytes() and want.scales is None:
+        return
+    if want.scales is None:  # or NaN for NaN
+        assert want.dtype != "float32"
+        floats = [KINDS[want.dtype].decode(side) for side in (values, expected)]
+        assert ((values == expected) | np.isnan(floats[0]) & np.isnan(floats[1])).all()
+        return
+    assert_same(scales, want.scales.reshape(scales.shape))
+    # What NaN is multiplied with does not matter.
+    read = np.repeat(~np.isnan(want.scales), want.values.shape[-1], axis=-1).reshape(values.shape)
+    assert np.array_equal(values[read], expected[read])

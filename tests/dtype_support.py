@@ -1,7 +1,7 @@
 """Stores of a dtype with rows in them, and what must be read of those."""
 
 import numpy as np
-from dtype_reference import assert_same, assert_same_rows, encode
+from dtype_reference import SCALED, assert_same, assert_same_rows, encode
 
 import pagedkv
 
@@ -34,6 +34,6 @@ def assert_reads(store, cache, k, v):
             row, scales = getattr(store, f"{side}_row"), None
             for p, block in enumerate(cache.block_table.repeat(store.block_size)[:cache.seq_len].tolist()):
                 offset = p % store.block_size
-                if store.dtype == "int8":
+                if store.dtype in SCALED:
                     scales = getattr(store, f"{side}_scales")(block, layer)[offset]
                 assert_same_rows(row(block, offset, layer), scales, want[p])

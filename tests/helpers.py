@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from dtype_reference import SCALED
 
 import pagedkv
 
@@ -84,7 +85,7 @@ def stored(store, cache, side):
     def joined(view):
         return np.concatenate([view(block) for block in cache.block_table.tolist()])[: cache.seq_len]
 
-    scales = joined(getattr(store, f"{side}_scales")) if store.dtype == "int8" else None
+    scales = joined(getattr(store, f"{side}_scales")) if store.dtype in SCALED else None
     return joined(getattr(store, f"{side}_block")), scales
 
 
@@ -130,7 +131,7 @@ def store_state(store):
 
 def block_views(store):
     """The functions that show all bytes of a block."""
-    return store.k_block, store.v_block, *((store.k_scales, store.v_scales) if store.dtype == "int8" else ())
+    return store.k_block, store.v_block, *((store.k_scales, store.v_scales) if store.dtype in SCALED else ())
 
 
 def cache_state(cache):

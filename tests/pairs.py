@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import reference
-from dtype_reference import Rows, assert_same, assert_same_rows
+from dtype_reference import SCALED, Rows, assert_same, assert_same_rows
 from helpers import assert_same_bits
 
 import pagedkv
@@ -147,7 +147,7 @@ def compare_blocks(store, block_of):
         sides = [getattr(block, side) for block in block_of.values()]
         values = np.stack([rows.values for rows in sides]).swapaxes(1, 2)[written]
         scales = stored_scales = None
-        if store.dtype == "int8":
+        if store.dtype in SCALED:
             scales = np.stack([rows.scales for rows in sides]).swapaxes(1, 2)[written]
             stored_scales = stored(getattr(store, f"{side}_scales"))
         assert_same_rows(stored(getattr(store, f"{side}_block")), stored_scales, Rows(store.dtype, values, scales))

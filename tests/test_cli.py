@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_support import fails, run
+from dtype_reference import DTYPES
 
 import pagedkv
 from pagedkv.__main__ import COMMANDS, main
@@ -138,7 +139,7 @@ def test_bench_measures_everything(capsys):
     assert err == ""  # no progress where there is no terminal
     for name in ("push, 128", "push, 1024", "step of 32", "reserve", "append, 1 thread", "gather, all threads"):
         assert re.search(rf"^  {name}.* \d+\.\d\d ", out, flags=re.MULTILINE), name
-    for dtype in ("float32", "float16", "bfloat16", "int8"):
+    for dtype in DTYPES:
         assert f"decode {dtype}, all threads" in out
     assert "shared prefix, 1 thread" in out
     assert out.index("less is better") < out.index("more is better")

@@ -3,7 +3,7 @@ of the books is followed by a check of them."""
 
 import numpy as np
 import pytest
-from dtype_reference import DTYPES
+from dtype_reference import DTYPES, KINDS, SCALED
 from dtype_support import make, normal
 
 import pagedkv
@@ -40,15 +40,14 @@ class World:
 
 
 def parts(store, block):
-    """Views of what is NaN where a block was filled: its values, or the scales of int8."""
+    """Views of what is NaN where a block was filled: its values, or its scales."""
     for side in "kv":
-        yield getattr(store, f"{side}_{'scales' if store.dtype == 'int8' else 'block'}")(block)
+        yield getattr(store, f"{side}_{'scales' if store.dtype in SCALED else 'block'}")(block)
 
 
 def is_nan(values):
-    if values.dtype == np.uint16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    return np.isnan(values)
+    decode = KINDS["bfloat16" if values.dtype == np.uint16 else "float32"].decode
+    return np.isnan(decode(values))
 
 
 def evict_for_want(world):

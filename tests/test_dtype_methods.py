@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dtype_reference import DTYPES, RAW, assert_same, encode
+from dtype_reference import DTYPES, KINDS, RAW, SCALED, assert_same, encode
 from dtype_support import assert_reads, filled, make, normal
 from helpers import WAYS, block_views, by_append, refused, stored, undone
 
@@ -25,12 +25,11 @@ def is_nan(store, block, layer=0):
     """Whether each row of a block reads as NaN through and through, K and V."""
     rows = []
     for side in "kv":
-        if store.dtype == "int8":
+        if store.dtype in SCALED:
             rows.append(np.isnan(getattr(store, f"{side}_scales")(block, layer)).all(axis=1))
         else:
             values = getattr(store, f"{side}_block")(block, layer)
-            values = (values.astype(np.uint32) << 16).view(np.float32) if store.dtype == "bfloat16" else values
-            rows.append(np.isnan(values).all(axis=1))
+            rows.append(np.isnan(KINDS[store.dtype].decode(values)).all(axis=1))
     return np.logical_and(*rows)
 
 

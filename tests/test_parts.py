@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dtype_reference import DTYPES
 from helpers import append, assert_rows, refused
 
 import pagedkv
@@ -13,7 +14,7 @@ def store(layered):
     return layered
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_part_of_every_layer(dtype):
     store, cache = PagedKvStore(4, 8, 2, 3, n_layers=3, v_head_dim=2, dtype=dtype, debug=True), PagedKvCache()
     append(store, cache, 13)

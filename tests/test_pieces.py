@@ -11,12 +11,10 @@ import zlib
 
 import numpy as np
 import pytest
+from dtype_reference import DTYPES, SCALED, STORED
 from helpers import refused, unchanged
 
 import pagedkv
-
-DTYPES = ["float32", "float16", "bfloat16", "int8"]
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 def make(dtype="float32", total_blocks=8, **options):
@@ -35,8 +33,8 @@ def write(store, n, seed=0):
 
 def row_bytes(dtype, head_dim):
     """What the manual says a row is: values, zeros up to a multiple of 4, scales."""
-    values = 3 * head_dim * ITEM_BYTES[dtype]
-    return values if dtype != "int8" else (values + 3) // 4 * 4 + 4 * 3
+    values = 3 * head_dim * np.dtype(STORED[dtype]).itemsize
+    return (values + 3) // 4 * 4 + 4 * 3 if dtype in SCALED else values
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ def test_pieces_are_the_rows_block_by_block_layer_by_layer_k_and_v(dtype):
             rows = np.frombuffer(view, np.uint8).reshape(4, n_bytes)
             values = getattr(store, f"{side}_block")(block, layer)
             assert rows[:, : values[0].nbytes].tobytes() == values.tobytes()
-            if dtype == "int8":
+            if dtype in SCALED:
                 scales = getattr(store, f"{side}_scales")(block, layer)
                 assert rows[:, -scales[0].nbytes :].tobytes() == scales.tobytes()
                 assert not rows[:, values[0].nbytes : -scales[0].nbytes].any()

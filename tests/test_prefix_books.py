@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from dtype_reference import DTYPES
 from helpers import append, refused, unchanged
 from prefix_support import attach, fill, remember, sequence
 
@@ -119,7 +120,7 @@ def test_forget_refuses(store, prefixes, options, error, name):
 # --- K and V that are not finite ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_debug_store_lets_nothing_become_known_that_is_not_finite(dtype, bad, side):

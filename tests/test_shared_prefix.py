@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from attention_support import assert_close, expected, options, rows, shuffled_store
-from dtype_reference import DTYPES, round_trip
+from dtype_reference import DTYPES, STORED, round_trip
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ class Family:
     def __init__(self, rng, n_kv_heads=2, head_dim=64, *, v_head_dim=None, block_size=4, dtype="float32", n_layers=1,
                  n_units=24):
         self.rng = rng
-        values = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[dtype] * n_kv_heads
+        values = np.dtype(STORED[dtype]).itemsize * n_kv_heads
         least = max(64, -(-(64 << 10) // (values * (head_dim + (v_head_dim or head_dim)))))
         self.unit = -(-least // block_size) * block_size
         n_blocks = n_units * self.unit // block_size

@@ -278,7 +278,7 @@ def test_rows_beyond_any_address(sizes, name):
     ids=["scalar", "array", "int8", "object", "huge"],
 )
 def test_what_only_has_a_dtype_is_none(given):
-    with pytest.raises(ValueError, match="^dtype: expected float32, float16, bfloat16 or int8, got "):
+    with pytest.raises(ValueError, match="^dtype: expected float32, float16, .* or int8, got "):
         pagedkv.PagedKvStore(1, 1, 1, 1, dtype=given)
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 import pagedkv
+from pagedkv.formats import _DTypeName
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -63,7 +64,7 @@ def example_store() -> None:
     assert_type(store.k_width, int)
     assert_type(store.v_width, int)
     assert_type(store.nbytes, int)
-    assert_type(store.dtype, Literal["float32", "float16", "bfloat16", "int8"])
+    assert_type(store.dtype, _DTypeName)
     with pytest.raises(AttributeError):
         store.total_blocks = 5  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -204,6 +205,8 @@ def example_narrow_rows() -> None:
     halves, bits = np.ones(16, np.float16), np.ones(16, np.uint16)
     pagedkv.PagedKvCache().push(make_store(dtype="float16"), halves, halves)
     pagedkv.PagedKvCache().push(make_store(dtype="bfloat16"), bits, bits)
+    pair, raw = (np.ones((1, 16), np.int8), ones(1, 2)), np.zeros((1, 24), np.uint8)
+    pagedkv.PagedKvCache().append_contiguous(make_store(dtype="int8"), pair, raw, 1)
 
 
 def example_contiguous() -> None:

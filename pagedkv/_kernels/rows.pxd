@@ -50,7 +50,7 @@ cdef void put_step(
 
 cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil
 
-# Rows of n_heads heads, head by head, into blocks that lie anyhow; dst_dtype is what these hold. No slot occurs twice.
+# Rows of n_heads heads, head by head, into blocks that lie anyhow. No slot occurs twice.
 cdef void place_rows(
-    const RowView* dst, int dst_dtype, Py_ssize_t block_size, const HeadsView* src, Py_ssize_t n_heads, const int64_t* slots,
+    const RowView* dst, Py_ssize_t block_size, const HeadsView* src, Py_ssize_t n_heads, const int64_t* slots,
     Py_ssize_t n, int n_threads) noexcept nogil

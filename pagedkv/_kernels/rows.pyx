@@ -243,7 +243,6 @@ cdef void scatter_rows(
 # A row of heads for each slot, where the blocks are somebody else's and their heads may lie apart.
 cdef struct Placing:
     const RowView* dst
-    int dst_dtype
     Py_ssize_t block_size
     const HeadsView* src
     Py_ssize_t n_heads
@@ -293,20 +292,19 @@ cdef void place_slots(void* context, Py_ssize_t index) noexcept nogil:
         row = (<char*>to.rows + placing.slots[i] // placing.block_size * to.block_bytes
                + placing.slots[i] % placing.block_size * to.row_bytes)
         for h in range(n_heads):
-            place_head(row + h * to.head_bytes, placing.dst_dtype, src.data + i * src.row_bytes + h * src.head_bytes,
+            place_head(row + h * to.head_bytes, to.dtype, src.data + i * src.row_bytes + h * src.head_bytes,
                        src.dtype, width, to.item_bytes, dtypes)
         i += 1
 
 
 cdef void place_rows(
-        const RowView* dst, int dst_dtype, Py_ssize_t block_size, const HeadsView* src, Py_ssize_t n_heads, const int64_t* slots,
+        const RowView* dst, Py_ssize_t block_size, const HeadsView* src, Py_ssize_t n_heads, const int64_t* slots,
         Py_ssize_t n, int n_threads) noexcept nogil:
     cdef Placing placing
     cdef Py_ssize_t row_bytes = n_heads * dst.head_dim * dst.item_bytes
     if n == 0:
         return
     placing.dst = dst
-    placing.dst_dtype = dst_dtype
     placing.block_size = block_size
     placing.src = src
     placing.n_heads = n_heads

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pagedkv
+from pagedkv.formats import DTYPES
 
 # One layer of a model with grouped-query attention: 32 query heads on 8 K/V heads of 128 values.
 N_Q_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -116,7 +117,7 @@ def figures(n_threads: int) -> list[Figure]:
         ]
         found += [
             Figure(f"decode {dtype}, {tag}", "speed", "decode float32", partial(_decode_in, dtype=dtype), n)
-            for dtype in ("float16", "bfloat16", "int8")
+            for dtype in DTYPES[1:]
         ]
         found.append(Figure(f"shared prefix, {tag}", "speed", "the same, not shared", _shared_prefix, n))
     return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pagedkv
 from pagedkv.cli.common import CliError, bytes_text, positive, size, table, write_json
+from pagedkv.formats import DTYPES
 from pagedkv.shapes import LayerShape, model_shapes
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ LATENT = {
     "absorbed": "K is latent and rotary part, V the latent, for queries that have taken in the expansion",
     "expanded": "K and V of every query head",
 }
-DTYPES = ("float32", "float16", "bfloat16", "int8")
 LENGTHS = (512, 2048, 8192, 32768)
 _LARGEST_BLOCK = 65536
 _MOST_BLOCKS = 2**31 - 1

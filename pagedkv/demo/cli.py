@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from pagedkv.cli.common import positive
 from pagedkv.demo.errors import DemoError
+from pagedkv.formats import DTYPES
 
 SUMMARY = "serve several prompts at once with Gemma 3 270M, on NumPy and pagedkv"
 EXAMPLES = """\
@@ -52,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-dtype",
-        choices=("float32", "float16", "bfloat16", "int8"),
+        choices=DTYPES,
         default="float32",
         help="what K/V are stored as (default: float32); a narrower one may choose other tokens",
     )

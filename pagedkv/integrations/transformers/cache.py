@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pagedkv import PagedKvCache
+from pagedkv.formats import FORMATS
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys, count_padding
 from pagedkv.integrations.transformers.stores import PagedStores
@@ -244,7 +245,7 @@ def _gather_rows(
         return np.empty((0, store.k_width), np.float32), np.empty((0, store.v_width), np.float32)
     k = np.concatenate([store.k_block(block, layer) for block in ids])[rows]
     v = np.concatenate([store.v_block(block, layer) for block in ids])[rows]
-    if store.dtype == "int8":  # a scale for each row and head
+    if FORMATS[store.dtype].scale is not None:  # of each row and head
         k = _scale(k, np.concatenate([store.k_scales(block, layer) for block in ids])[rows])
         v = _scale(v, np.concatenate([store.v_scales(block, layer) for block in ids])[rows])
     return k, v
