@@ -14,6 +14,7 @@ cdef class BlockRows:
     cdef Py_ssize_t n_layers, block_size, n_heads, head_dim, row_bytes
     cdef const char* memory                 # of all rows
     cdef Py_ssize_t n_bytes
+    cdef bint is_lent                       # the memory is a caller's: bytes that were given, as many as the rows have
     cdef float[:, :, ::1] floats            # float32: [n_layers, total_blocks * block_size, width]
     cdef unsigned char[:, :, ::1] packed    # any other: [n_layers, total_blocks * block_size, row_bytes]
     cdef object blocks                      # what is stored, read-only: [n_layers, total_blocks, block_size, width]

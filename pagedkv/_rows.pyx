@@ -20,10 +20,13 @@ cdef extern from "pages.h" nogil:
 cdef class BlockRows:
 
     def __cinit__(self, object format=as_format("float32"), n_layers=0, total_blocks=0, Py_ssize_t block_size=1,
-                  Py_ssize_t n_heads=0, Py_ssize_t head_dim=0, bint prefault=False):
+                  Py_ssize_t n_heads=0, Py_ssize_t head_dim=0, bint prefault=False, cnp.ndarray given=None):
         cdef object rows, row_bytes = format.layout(int(n_heads), int(head_dim)).row_bytes
-        cdef cnp.ndarray memory = empty_bytes(n_layers * total_blocks * block_size * row_bytes)
+        cdef cnp.ndarray memory = given
         cdef RowLayout layout = RowLayout.of(format, n_heads, head_dim)
+        self.is_lent = given is not None
+        if not self.is_lent:
+            memory = empty_bytes(n_layers * total_blocks * block_size * row_bytes)
         if prefault:
             (<object>memory).fill(0)
         self.layout = layout
@@ -40,8 +43,9 @@ cdef class BlockRows:
             self.floats = rows.view(np.float32)
         else:
             self.packed = rows
-        # Views that are handed out must not be made writable again: NumPy asks the owner.
-        (<object>memory).base.flags.writeable = False
+        # Views that are handed out must not be made writable again: NumPy asks the owner. Of lent memory it is the lender.
+        if not self.is_lent:
+            (<object>memory).base.flags.writeable = False
         rows = (<object>memory).reshape(n_layers, total_blocks, block_size, row_bytes)
         rows.flags.writeable = False
         self.blocks = rows[..., :n_heads * layout.row.head_bytes].view(format.stored)
@@ -114,6 +118,8 @@ cdef class BlockRows:
     cdef Py_ssize_t trim(self, Py_ssize_t block, Py_ssize_t n) noexcept nogil:
         """Give the memory of n neighbouring blocks back to the system, as far as they have whole pages; returns bytes."""
         cdef Py_ssize_t layer, n_bytes = 0
+        if self.is_lent:
+            return 0
         for layer in range(self.n_layers):
             n_bytes += give_back_pages(self.address(layer, block), self.address(layer, block + n))
         return n_bytes

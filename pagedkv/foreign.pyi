@@ -6,15 +6,11 @@ import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
 from pagedkv._arrays import _Flag, _Floats, _Ints, _Real
-
-class _HasDlpack(Protocol):
-    def __dlpack__(self) -> Any: ...
+from pagedkv._tensors import _Values
 
 class _HasArray(Protocol):
     def __array__(self) -> npt.NDArray[Any]: ...
 
-# Values that lie where they are: of NumPy, whose array of ml_dtypes.bfloat16 a checker does not know, or by DLPack.
-_Values: TypeAlias = npt.NDArray[np.float32 | np.float16 | np.uint16] | npt.NDArray[Any] | memoryview[Any] | _HasDlpack
 _Tables: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[_Ints] | _Ints | _HasArray
 _Counts: TypeAlias = _Ints | _HasArray
 _Result = TypeVar("_Result", bound=_Values)

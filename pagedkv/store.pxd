@@ -24,6 +24,7 @@ cdef class PagedKvStore:
         return self.budget.account.resident > self.budget.account.limit
 
     # From now on it shares the budget of another one; neither has been used yet.
+    cdef int set_up(self, BlockRows k, BlockRows v, Py_ssize_t total, str name, bint checked) except -1
     cdef int join(self, PagedKvStore other) except -1
     cdef list with_peers(self)
     cdef int resize_all(self, Py_ssize_t limit) except -1

@@ -6,6 +6,7 @@ import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
 from pagedkv._arrays import _BlockIds, _DType
+from pagedkv._tensors import _Values
 from pagedkv.formats import _DTypeName
 from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.sequence import PagedKvCache
@@ -51,6 +52,16 @@ class PagedKvStore:
         prefault: bool = False,
         debug: bool = False,
     ) -> None: ...
+    @classmethod
+    def from_arrays(
+        cls,
+        k: _Values,
+        v: _Values,
+        n_kv_heads: SupportsIndex | None = None,
+        *,
+        dtype: _DType | None = None,
+        debug: bool = False,
+    ) -> Self: ...
     @classmethod
     def from_bytes(
         cls,

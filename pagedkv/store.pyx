@@ -10,9 +10,11 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport (
-    as_flag, as_format, as_ids, as_index, as_items, as_rows, as_size, check_rows, describe, holds_rows)
+    as_flag, as_format, as_ids, as_index, as_items, as_rows, as_size, check_apart, check_rows, describe, holds_rows)
 from pagedkv._kernels.rows cimport NOGIL_FROM
+from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16, SIMD_F32
 from pagedkv._rows cimport BlockRows
+from pagedkv._tensors cimport Tensor, as_tensor, view_tensor
 from pagedkv.allocator cimport BlockAllocator, ByteBudget
 from pagedkv.pieces cimport BlockFilling, BlockPieces, HeldBlocks
 
@@ -27,6 +29,7 @@ from pagedkv.stats import StoreStats
 from pagedkv.viz import BlockMap
 
 cdef Py_ssize_t MAX_SIZE = sys.maxsize
+cdef dict KIND_NAMES = {SIMD_F32: "float32", SIMD_F16: "float16", SIMD_BF16: "bfloat16"}
 
 
 @cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
@@ -118,7 +121,11 @@ prefault=False, debug=False)\n--\n
         cdef object format = as_format(dtype)
         cdef BlockRows k = BlockRows(format, int(layers), int(total), size, heads, k_dim, touch)
         cdef BlockRows v = BlockRows(format, int(layers), int(total), size, heads, v_dim, touch)
-        cdef BlockAllocator blocks = BlockAllocator(total, size * layers * (k.row_bytes + v.row_bytes))
+        self.set_up(k, v, total, format.name, checked)
+
+    cdef int set_up(self, BlockRows k, BlockRows v, Py_ssize_t total, str name, bint checked) except -1:
+        """Become a store of these rows."""
+        cdef BlockAllocator blocks = BlockAllocator(total, k.block_size * k.n_layers * (k.row_bytes + v.row_bytes))
         cdef ByteBudget budget = ByteBudget()
         budget.join(blocks)
         budget.account.limit = total * blocks.block_bytes
@@ -127,15 +134,15 @@ prefault=False, debug=False)\n--\n
         with cython.critical_section(self):
             if self.blocks.total:
                 raise RuntimeError("PagedKvStore: __init__ runs once")
-            self.block_size = size
-            self.n_kv_heads = heads
-            self.head_dim = k_dim
-            self.v_head_dim = v_dim
-            self.n_layers = layers
-            self.dtype = format.name
+            self.block_size = k.block_size
+            self.n_kv_heads = k.n_heads
+            self.head_dim = k.head_dim
+            self.v_head_dim = v.head_dim
+            self.n_layers = k.n_layers
+            self.dtype = name
             self.k = k
             self.v = v
-            self.step_bytes = layers * (self.k.row_bytes + self.v.row_bytes)
+            self.step_bytes = k.n_layers * (k.row_bytes + v.row_bytes)
             self.debug = checked
             if checked:
                 blocks.erase = erase_freed
@@ -143,6 +150,7 @@ prefault=False, debug=False)\n--\n
             self.blocks = blocks
             self.budget = budget
             self.peers = peers
+        return 0
 
     @classmethod
     def from_bytes(cls, budget_bytes, block_size, n_kv_heads, head_dim, *,
@@ -189,6 +197,66 @@ prefault=False, debug=False)\n--\n
         cdef PagedKvStore store = cls(n[0], min(most // block_bytes, INT32_MAX), n[2], n[3], n_layers=n[1],
                                       v_head_dim=n[4], dtype=format.name, prefault=prefault, debug=debug)
         store.budget.account.limit = total * store.blocks.block_bytes
+        return store
+
+    @classmethod
+    def from_arrays(cls, k, v, n_kv_heads=None, *, dtype=None, debug=False):
+        """A store that lives in memory of somebody else: a file that is mapped, memory that processes share, tensors.
+
+        Parameters
+        ----------
+        k, v : array, float32, float16 or bfloat16 ``[n_layers, total_blocks, block_size, n_kv_heads, head_dim]``
+            Where the blocks are: writable, C-contiguous, and apart. Or ``[n_layers, total_blocks, block_size, width]``, with
+            ``n_kv_heads``. Their values stay as they are until a block is written.
+        n_kv_heads : int, optional
+            Heads of a row, where the arrays do not say it.
+        dtype : "float32", "float16" or "bfloat16", optional
+            That of the arrays. "bfloat16" takes uint16 for its bits, which come from ml_dtypes or by DLPack without it.
+        debug : bool, optional
+            As for the class.
+
+        Returns
+        -------
+        PagedKvStore
+            It keeps the memory alive. Of a subclass, ``__init__`` is not run.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Arrays of another dtype or shape; read-only ones, ones that are not contiguous, or that overlap.
+
+        Notes
+        -----
+        The memory is the store's as long as it lives: nobody else writes into it, nor resizes it. `trim` gives nothing of it
+        back.
+
+        Examples
+        --------
+        >>> import numpy as np, pagedkv
+        >>> k, v = np.zeros((2, 4, 8, 16, 2, 64), np.float16)            # 4 layers, 8 blocks of 16 positions
+        >>> store = pagedkv.PagedKvStore.from_arrays(k, v)
+        >>> store.total_blocks, store.n_layers, store.dtype
+        (8, 4, 'float16')
+        """
+        cdef str shape = "[n_layers, total_blocks, block_size, n_kv_heads, head_dim]", name
+        cdef str wanted = None if dtype is None else as_format(dtype).name
+        cdef bint bits = wanted == "bfloat16", checked = as_flag(debug, "debug")
+        cdef cnp.ndarray k_array = as_tensor(k, "k", shape, bits, True), v_array = as_tensor(v, "v", shape, bits, True)
+        cdef Py_ssize_t n_heads = -1 if n_kv_heads is None else as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
+        cdef Tensor k_given, v_given
+        cdef PagedKvStore store
+        # Nothing of the caller's runs any more.
+        take_blocks(&k_given, k_array, "k", n_heads)
+        take_blocks(&v_given, v_array, "v", k_given.shape[3])
+        name = KIND_NAMES[k_given.dtype]
+        if wanted is not None and name != wanted:
+            raise TypeError(f"k: expected {wanted}, got {describe(k_array)}")
+        if v_given.dtype != k_given.dtype or [v_given.shape[i] for i in range(4)] != [k_given.shape[i] for i in range(4)]:
+            raise ValueError(f"v: expected the layers, blocks, rows, heads and dtype of k, {describe(k_array)}, got "
+                             f"{describe(v_array)}")
+        check_apart(v_array, "v", k_array, "k")
+        store = cls.__new__(cls)
+        store.set_up(lent_rows(&k_given, k_array), lent_rows(&v_given, v_array), k_given.shape[1], name, checked)
         return store
 
     # --- sizes ---
@@ -770,3 +838,40 @@ cdef object not_a_store(object store):
 cdef void erase_freed(void* owner, int32_t id) noexcept:
     """For the allocator of a store with debug=True."""
     (<PagedKvStore>owner).erase(&id, 1)
+
+
+# --- memory that is lent -----------------------------------------------------------------------------
+
+cdef int take_blocks(Tensor* given, cnp.ndarray array, str name, Py_ssize_t n_heads) except -1:
+    """Look at K or V of all blocks; the axes are [n_layers, total_blocks, block_size, n_kv_heads, head_dim] then."""
+    cdef str shape = "[n_layers, total_blocks, block_size, n_kv_heads, head_dim]"
+    cdef Py_ssize_t i, step
+    if array.ndim == 4:
+        shape = "[n_layers, total_blocks, block_size, width]"
+        view_tensor(given, array, name, shape, 4, True)
+        if n_heads < 0:
+            raise ValueError(f"n_kv_heads: expected the number of heads, which {describe(array)} does not say")
+        if given.shape[3] % n_heads:
+            raise ValueError(f"{name}: expected rows of {n_heads} heads, got {describe(array)}")
+        given.shape[4] = given.shape[3] // n_heads
+        given.strides[4] = given.strides[3]
+        given.shape[3] = n_heads
+        given.strides[3] = given.shape[4] * given.item_bytes
+    else:
+        view_tensor(given, array, name, shape, 5, True)
+        if n_heads >= 0 and given.shape[3] != n_heads:
+            raise ValueError(f"{name}: expected rows of {n_heads} heads, got {describe(array)}")
+    step = given.item_bytes
+    for i in range(4, -1, -1):
+        if given.shape[i] == 0 or (i == 1 and given.shape[i] > INT32_MAX):
+            raise ValueError(f"{name}: expected {shape} of at least one value, and at most {INT32_MAX} blocks, got "
+                             f"{describe(array)}")
+        if given.shape[i] > 1 and given.strides[i] != step:
+            raise ValueError(f"{name}: expected {shape}, C-contiguous, got one with gaps or in another order")
+        step *= given.shape[i]
+    return 0
+
+
+cdef BlockRows lent_rows(const Tensor* given, cnp.ndarray array):
+    return BlockRows(as_format(KIND_NAMES[given.dtype]), int(given.shape[0]), int(given.shape[1]), given.shape[2],
+                     given.shape[3], given.shape[4], False, np.ravel(array).view(np.uint8))

@@ -318,6 +318,16 @@ def example_reorder() -> None:
         pagedkv.reorder(store, beams, [0.0, 1.0])  # type: ignore[list-item]
 
 
+def example_store_in_lent_memory() -> None:
+    k, v = ones(2, 8, 4, 2, 8), ones(2, 8, 4, 2, 8)
+    assert_type(pagedkv.PagedKvStore.from_arrays(k, v), pagedkv.PagedKvStore)
+    flat = np.zeros((2, 8, 4, 16), np.uint16)
+    store = pagedkv.PagedKvStore.from_arrays(flat, flat.copy(), n_kv_heads=2, dtype="bfloat16", debug=True)
+    assert_type(store.n_layers, int)
+    with pytest.raises(TypeError):
+        pagedkv.PagedKvStore.from_arrays([1.0], v)  # type: ignore[arg-type]
+
+
 def example_foreign_blocks() -> None:
     k_cache, v_cache, q = ones(8, 4, 2, 8), ones(8, 4, 2, 8), ones(3, 4, 8)
     batch = pagedkv.AttentionBatch(
