@@ -6,14 +6,17 @@ attention reads straight through the tables. Each name below has a page of its o
 - Blocks and sequences: `PagedKvStore`, `PagedKvCache`; contiguous ones, to compare with: `KvCache`, `KvBlockPool`.
 - A forward pass of a batch, all of it or none: `Step`. Attention without one: `paged_attention`, `attention`.
 - Attention over blocks that somebody else manages: `AttentionBatch`.
+- Models whose layers need several stores, over one budget of bytes: `ModelStores`, with a `LayerGroup` for each
+  `LayerShape`, and `ModelSequence`. `Step` and `reorder` take them as they take a store.
 - Beginnings that are computed once: `PrefixCache` with `PrefixHandle`. Forks: `PagedKvCache.clone`, `reorder`.
 - Blocks as they are stored: `PagedKvStore.pieces` with `BlockPieces`, `PagedKvStore.fill` with `BlockFilling`.
 - Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
-- Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `PrefixStats`, `cpu_info` with `CpuInfo`.
+- Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `GroupStats`, `PrefixStats`, `cpu_info` with
+  `CpuInfo`.
 - Threads: `get_num_threads`, `set_num_threads`.
 - Errors: `PagedKvError`, `PagedStoreExhausted`, `KvPoolExhausted`. Whatever raises has changed nothing.
 
-Modules of their own: `pagedkv.serving`, continuous batching for models of several stores;
+Modules of their own: `pagedkv.serving`, continuous batching; `pagedkv.shapes`, a model's layers from its configuration;
 `pagedkv.integrations.transformers` and `pagedkv.integrations.torch`. The command ``python -m pagedkv`` shows what the
 machine and the library can do. The folder ``docs`` beside this file has a page a subject, from serving to the design of
 the package.
@@ -38,10 +41,12 @@ from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.cpu import CpuInfo, cpu_info
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
 from pagedkv.foreign import AttentionBatch
+from pagedkv.groups import LayerGroup, ModelSequence, ModelStores
 from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.prefix import PrefixCache, PrefixHandle
 from pagedkv.sequence import PagedKvCache
-from pagedkv.stats import PrefixStats, StoreStats
+from pagedkv.shapes import LayerShape
+from pagedkv.stats import GroupStats, PrefixStats, StoreStats
 from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
@@ -56,9 +61,14 @@ __all__ = [
     "BlockMap",
     "BlockPieces",
     "CpuInfo",
+    "GroupStats",
     "KvBlockPool",
     "KvCache",
     "KvPoolExhausted",
+    "LayerGroup",
+    "LayerShape",
+    "ModelSequence",
+    "ModelStores",
     "PagedKvCache",
     "PagedKvError",
     "PagedKvStore",

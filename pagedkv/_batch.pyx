@@ -59,10 +59,22 @@ cdef void unlock(tuple caches, Py_ssize_t n) noexcept:
         (<PagedKvCache>caches[i]).end_write()
 
 
+cdef list homes_of(tuple caches):
+    """Their stores, as far as they hold blocks: they are empty when the stores' books are looked at."""
+    return [(<PagedKvCache?>cache).store for cache in caches if (<PagedKvCache?>cache).store is not None]
+
+
+cdef int after_change(object stores) except -1:
+    for store in stores:
+        (<PagedKvStore>store).after_change()
+    return 0
+
+
 def truncate_all(tuple caches not None, new_len):
     """Cut each that has more to so many positions, with its reserved blocks; None: give back these of each."""
     cdef Py_ssize_t n = MAX_POSITIONS if new_len is None else as_size(new_len, "n_positions", 0, MAX_POSITIONS), i
     cdef PagedKvCache cache
+    cdef list homes = homes_of(caches)
     lock_all(caches)
     try:
         for cache in caches:
@@ -74,25 +86,30 @@ def truncate_all(tuple caches not None, new_len):
                 cache.cut(min(n, cache.length))
     finally:
         unlock(caches, len(caches))
+    after_change(homes)
 
 
 def drop_before_all(tuple caches not None, tuple positions not None):
     """Give back the blocks that lie wholly before a position of each, as `PagedKvCache.drop_before`."""
     cdef list starts = [as_size(position, "position", 0, MAX_POSITIONS) for position in positions]
+    cdef list homes = homes_of(caches)
     cdef Py_ssize_t i
     lock_all(caches)
     for i in range(len(caches)):
         (<PagedKvCache>caches[i]).drop_to(min(<Py_ssize_t>starts[i], (<PagedKvCache>caches[i]).length))
     unlock(caches, len(caches))
+    after_change(homes)
 
 
 def release_all(tuple caches not None):
     """Give back all blocks of each, which is empty then."""
+    cdef list homes = homes_of(caches)
     cdef Py_ssize_t i
     lock_all(caches)
     for i in range(len(caches)):
         (<PagedKvCache>caches[i]).empty()
     unlock(caches, len(caches))
+    after_change(homes)
 
 
 def reserve_all(tuple stores not None, tuple caches not None, tuple n_new not None):
@@ -122,5 +139,4 @@ def reserve_all(tuple stores not None, tuple caches not None, tuple n_new not No
         free(groups)
         free(growths)
         free(members)
-    for store in stores:
-        (<PagedKvStore>store).after_change()
+    after_change(stores)

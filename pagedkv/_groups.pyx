@@ -5,6 +5,8 @@ Whatever works on a store works on these: on anything with `stores`, `places` an
 as `ModelStores` and `ModelSequence` do. One store is a model of one group.
 """
 
+cimport cython
+
 from pagedkv._arrays cimport as_items, describe
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore, as_store
@@ -37,6 +39,32 @@ cdef tuple caches_of(object sequence):
     return (sequence,) if isinstance(sequence, PagedKvCache) else sequence.caches
 
 
+def share_budget(tuple stores not None, Py_ssize_t limit):
+    """From now on these have one budget, of so many bytes. None of them has been used yet."""
+    cdef PagedKvStore first = as_store(stores[0]), other
+    for store in stores[1:]:
+        other = as_store(store)
+        other.join(first)
+    first.budget.account.limit = limit
+
+
+def resize_budget(tuple stores not None, Py_ssize_t limit):
+    """As `PagedKvStore.resize`, for all that share a budget."""
+    (<PagedKvStore>as_store(stores[0])).resize_all(limit)
+
+
+def bytes_of(tuple stores not None):
+    """Bytes of the budget that stores share: all of them; those of blocks that are held; those of these that prefix caches
+    could give up. Of one moment.
+    """
+    cdef PagedKvStore first = as_store(stores[0])
+    cdef Py_ssize_t limit, used, needed
+    first.end_terms_of_all()
+    with cython.critical_section(first.budget):
+        limit, used, needed = first.budget.account.limit, first.budget.account.used, first.budget.needed()
+    return limit, used, used - needed
+
+
 cdef bint is_sequence(object item, Py_ssize_t n_stores):
     """Whether it has a PagedKvCache for each store."""
     if isinstance(item, PagedKvCache):
@@ -50,20 +78,31 @@ cdef bint is_sequence(object item, Py_ssize_t n_stores):
     return True
 
 
-cdef tuple as_sequences(object caches, Py_ssize_t n_stores):
+cdef tuple as_sequences(object caches, object store, Py_ssize_t n_stores):
     cdef str wanted = "PagedKvCache" if n_stores == 1 else "ModelSequence"
     if is_sequence(caches, n_stores):
+        check_whose(caches, store, "caches")
         return (caches,)
     # What is checked is what is used, whatever it would say the next time.
     batch = as_items(caches, "caches", f"a {wanted} or several of them")
     for i, sequence in enumerate(batch):
         if not is_sequence(sequence, n_stores):
             raise TypeError(f"caches[{i}]: expected a {wanted}, got {describe(sequence)}")
+        check_whose(sequence, store, f"caches[{i}]")
     return batch
 
 
-cdef tuple as_distinct_sequences(object caches, Py_ssize_t n_stores):
-    batch = as_sequences(caches, n_stores)
+cdef int check_whose(object sequence, object store, str name) except -1:
+    """One that knows its stores is used with them alone. What a PagedKvCache knows it looks at itself."""
+    if not isinstance(sequence, PagedKvCache):
+        home = getattr(sequence, "stores", store)
+        if home is not store:
+            raise ValueError(f"{name}: expected a sequence of {store!r}, got one of {home!r}")
+    return 0
+
+
+cdef tuple as_distinct_sequences(object caches, object store, Py_ssize_t n_stores):
+    batch = as_sequences(caches, store, n_stores)
     if len(set(map(id, batch))) != len(batch):
         raise ValueError("caches: expected each cache once, got one of them twice")
     return batch

@@ -109,7 +109,7 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
     [[[3.0, 4.0], [3.0, 4.0]]]
     """
     cdef PagedKvStore home = as_store(store)
-    cdef tuple batch = members_of(as_sequences(caches, 1), 1)
+    cdef tuple batch = members_of(as_sequences(caches, store, 1), 1)
     cdef Py_ssize_t n_caches = len(batch), n_reading = 0, n_rows, row = 0, i
     cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
     cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))

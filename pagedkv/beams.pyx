@@ -50,7 +50,7 @@ def reorder(store, caches, parents):
     """
     cdef tuple stores = as_stores(store), batch, members
     cdef Py_ssize_t n_stores = len(stores), n, n_locked = 0, i
-    batch = as_distinct_sequences(caches, n_stores)
+    batch = as_distinct_sequences(caches, store, n_stores)
     n = len(batch)
     members = members_of(batch, n_stores)
     cdef list sources = as_parents(parents, n)

@@ -69,6 +69,57 @@ class StoreStats(NamedTuple):
 
 
 @with_field_docs
+class GroupStats(NamedTuple):
+    """What `ModelStores.stats` returns: a named tuple of counts of all stores of a model.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of K and V that the blocks of all stores may take together.
+    free_bytes : int
+        Bytes of these that no held block takes now.
+    held_bytes : int
+        Bytes of the blocks that somebody holds now, prefix caches among them: ``nbytes - free_bytes``.
+    evictable_bytes : int
+        Bytes of those of them that prefix caches could give up now.
+    blocks_acquired : int
+        Blocks taken from the free ones, since the stores were made.
+    blocks_released : int
+        Blocks that their last holder gave back, since the stores were made.
+    copies_on_write : int
+        Shared blocks that were copied because a holder was about to write, since the stores were made.
+    exhaustions : int
+        Requests that were refused since too few blocks were free, since the stores were made.
+    stores : tuple of StoreStats
+        Those of each store.
+
+    Notes
+    -----
+    Threads: a plain value. Where other threads use the stores, its fields may be of slightly different moments.
+
+    Examples
+    --------
+    >>> from pagedkv import LayerShape, ModelSequence, ModelStores
+    >>> stores = ModelStores([LayerShape(None, 1, 4), LayerShape(8, 1, 4)], total_blocks=8)
+    >>> sequence = ModelSequence(stores)
+    >>> sequence.reserve(20)
+    >>> stats = stores.stats()
+    >>> stats.held_bytes, stats.free_bytes, [store.held_blocks for store in stats.stores]
+    (2048, 6144, [2, 2])
+    """
+
+    nbytes: int
+    free_bytes: int
+    held_bytes: int
+    evictable_bytes: int
+    blocks_acquired: int
+    blocks_released: int
+    copies_on_write: int
+    exhaustions: int
+    stores: tuple[StoreStats, ...]
+
+
+@with_field_docs
 class PrefixStats(NamedTuple):
     """What `PrefixCache.stats` returns: a named tuple of counts.
 

@@ -23,7 +23,7 @@ from pagedkv.store cimport PagedKvStore
 import numpy as np
 
 
-cdef enum State:
+cdef enum Phase:
     NEW, READY, OPEN, COMMITTED, ROLLED_BACK
 
 
@@ -97,7 +97,7 @@ cdef class Step:
     cdef Py_ssize_t n_caches        # of a group
     cdef Py_ssize_t n_layers        # of all groups
     cdef int n_threads
-    cdef State state
+    cdef Phase phase
     cdef bint laid_out              # the spans and slots below are there
     cdef bint busy                  # a write or attend is running
     cdef Group* groups
@@ -115,7 +115,7 @@ cdef class Step:
         self.places = places_of(store)
         self.windows = windows_of(store)
         self.n_groups = <int>len(self.stores)
-        sequences = as_distinct_sequences(caches, self.n_groups)
+        sequences = as_distinct_sequences(caches, store, self.n_groups)
         self.n_caches = len(sequences)
         self.caches = members_of(sequences, self.n_groups)
         self.query_lens = as_query_lens(query_lens, self.n_caches)
@@ -123,11 +123,11 @@ cdef class Step:
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
         self.n_layers = (<PagedKvStore>self.stores[0]).n_layers if self.places is None else len(self.places)
         self.written = bytearray(self.n_layers)
-        self.state = READY
+        self.phase = READY
 
     def __dealloc__(self):
         cdef int g
-        if self.state == OPEN:
+        if self.phase == OPEN:
             self.undo()
         if self.plans is not NULL:
             for g in range(self.n_groups):
@@ -150,7 +150,7 @@ cdef class Step:
 
     def __exit__(self, exc_type, exc_value, traceback):
         """`commit`, or after an exception `rollback`; nothing if that was done before."""
-        if self.state == OPEN:
+        if self.phase == OPEN:
             if exc_type is None:
                 self.commit()
             else:
@@ -187,6 +187,17 @@ cdef class Step:
         self.after_change()
 
     # --- what a forward pass asks ---
+
+    @property
+    def state(self):
+        """"ready" until it is entered, then "open", and in the end "committed" or "rolled back"."""
+        return ("not made", "ready", "open", "committed", "rolled back")[self.phase]
+
+    @property
+    def unwritten_layers(self):
+        """The layers that `commit` still waits for: a tuple of int. Without new rows it waits for none."""
+        cdef Py_ssize_t layer
+        return tuple([layer for layer in range(self.n_layers if self.n_rows else 0) if not self.written[layer]])
 
     @property
     def positions(self):
@@ -288,8 +299,7 @@ cdef class Step:
             self.busy = False
 
     def __repr__(self):
-        state = ("not made", "ready", "open", "committed", "rolled back")[self.state]
-        return f"Step(sequences={self.n_caches}, n_rows={self.n_rows}, {state})"
+        return f"{type(self).__name__}(sequences={self.n_caches}, n_rows={self.n_rows}, {self.state})"
 
     # --- the transaction ---
 
@@ -297,9 +307,9 @@ cdef class Step:
         cdef PagedKvCache cache
         cdef Py_ssize_t i, n_locked = 0, n = self.n_groups * self.n_caches
         with cython.critical_section(self):
-            ready = self.state == READY
+            ready = self.phase == READY
             if ready:
-                self.state = ROLLED_BACK  # until all is done; a step is opened once
+                self.phase = ROLLED_BACK  # until all is done; a step is opened once
         if not ready:
             raise RuntimeError("step: was opened before; make a new one for each forward pass")
         self.make_groups()
@@ -321,7 +331,7 @@ cdef class Step:
             for i in range(n_locked):
                 (<PagedKvCache>self.caches[i]).end_write()
             raise
-        self.state = OPEN
+        self.phase = OPEN
         return 0
 
     cdef int make_groups(self) except -1:
@@ -373,11 +383,11 @@ cdef class Step:
             cache = <PagedKvCache>self.caches[i]
             cache.commit(<PagedKvStore>self.stores[i // self.n_caches], &self.growths[i], self.growths[i].n_new)
             cache.end_write()
-        self.state = COMMITTED
+        self.phase = COMMITTED
 
     cdef void undo(self) noexcept:
         cdef Py_ssize_t i
-        self.state = ROLLED_BACK
+        self.phase = ROLLED_BACK
         self.rollback_all()
         for i in range(self.n_groups * self.n_caches):
             (<PagedKvCache>self.caches[i]).end_write()
@@ -406,11 +416,11 @@ cdef class Step:
         """One call at a time, and only while the step is open."""
         cdef bint idle
         with cython.critical_section(self):
-            idle = self.state == OPEN and not self.busy
+            idle = self.phase == OPEN and not self.busy
             if idle:
                 self.busy = True
         if not idle:
-            if self.state == OPEN:
+            if self.phase == OPEN:
                 raise RuntimeError("step: another call on it is running")
             raise RuntimeError(f"step: expected it to be open, got {self!r}")
         return 0

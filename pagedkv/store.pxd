@@ -27,6 +27,7 @@ cdef class PagedKvStore:
     cdef int set_up(self, BlockRows k, BlockRows v, Py_ssize_t total, str name, bint checked) except -1
     cdef int join(self, PagedKvStore other) except -1
     cdef list with_peers(self)
+    cdef int end_terms_of_all(self) except -1
     cdef int resize_all(self, Py_ssize_t limit) except -1
     # n blocks into ids, also by eviction, or False with nothing changed.
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept

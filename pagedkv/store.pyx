@@ -624,12 +624,16 @@ prefault=False, debug=False)\n--\n
 
     cdef int resize_all(self, Py_ssize_t limit) except -1:
         cdef Py_ssize_t n_needed
-        for store in self.with_peers():
-            (<PagedKvStore>store).end_terms()
+        self.end_terms_of_all()
         n_needed = self.budget.resize(limit)
         if n_needed >= 0:
             raise ValueError(f"budget_bytes: expected at least {n_needed}, what sequences hold, got {limit}")
         self.after_change()
+        return 0
+
+    cdef int end_terms_of_all(self) except -1:
+        for store in self.with_peers():
+            (<PagedKvStore>store).end_terms()
         return 0
 
     cdef list with_peers(self):

@@ -7,7 +7,7 @@ from proof_core import text
 from proof_world import Place, Sequence, World, WorldClock, expect, rows_of
 
 import pagedkv
-from pagedkv.serving import ForwardPass, LayerShape, ModelSequence, ModelStores, Scheduler
+from pagedkv.serving import LayerShape, ModelSequence, ModelStores, Scheduler
 
 # Two layers see all, two a window that ends inside a block, and one has other heads.
 FULL, WINDOWED, WIDER = LayerShape(None, 1, 2), LayerShape(6, 1, 2), LayerShape(None, 1, 3)
@@ -89,7 +89,7 @@ def start(world, name, tokens, n=0):
 def advance(world, new, **options):
     """A forward pass that gives each sequence so many positions more."""
     sequences = [world.sequences[name] for name in new]
-    with ForwardPass(world.model, [sequence.whole for sequence in sequences], list(new.values())) as running:
+    with pagedkv.Step(world.model, [sequence.whole for sequence in sequences], list(new.values())) as running:
         write_layers(world, running, [(each.tokens[: each.whole.seq_len + n], n)
                                       for each, n in zip(sequences, new.values(), strict=True)])  # fmt: skip
         for method in options.get("then", ()):
@@ -118,25 +118,25 @@ def batch(world):
     return {"b": 1, "c": 5, "d": 9}
 
 
-@act_of("ForwardPass: committed")
+@act_of("Step of a model: committed")
 def _(world):
     new = batch(world)
     return [lambda: advance(world, new), lambda: advance(world, new)]
 
 
-@act_of("ForwardPass: committed by hand")
+@act_of("Step of a model: committed by hand")
 def _(world):
     new = batch(world)
     return [lambda: advance(world, new, then=["commit"])]
 
 
-@act_of("ForwardPass: rolled back")
+@act_of("Step of a model: rolled back")
 def _(world):
     new = batch(world)
     return [lambda: advance(world, new, then=["rollback"])]
 
 
-@act_of("ForwardPass: stores that are short", total_blocks=8)
+@act_of("Step of a model: stores that are short", total_blocks=8)
 def _(world):
     batch(world)
 

@@ -31,9 +31,9 @@ FLOORS = [
     ["_groups"],  # a store and its sequences, or a model's: one form for both
     ["attention"],
     ["step", "prefix", "beams", "foreign"],
-    ["admission"],
+    ["admission", "shapes"],  # shapes: what layers keep, plain values, from a configuration
+    ["groups"],  # a model's layers over several stores
     ["__init__"],
-    ["shapes"],  # what layers keep: plain values, from a configuration
     ["serving"],
     ["tiers"],  # K and V beyond the process
     ["integrations", "cli"],
@@ -211,7 +211,7 @@ def test_an_import_brings_nothing_but_numpy_and_the_standard_library():
     foreign = set(brought.split()) - set(sys.stdlib_module_names) - {"pagedkv", "numpy"}
     foreign -= {"_pagedkv_shared"}  # pagedkv._kernels._pagedkv_shared, which Cython gives this name as well
     assert {name for name in foreign if "cython" not in name} == set()  # what compiled modules share is no import
-    above = {"cli", "demo", "integrations", "serving", "shapes", "tiers"}
+    above = {"cli", "demo", "integrations", "serving", "tiers"}
     assert not {name.split(".")[1] for name in own.split()} & above
 
 

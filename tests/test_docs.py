@@ -11,6 +11,7 @@ import pytest
 from test_architecture import FLOOR_OF
 
 import pagedkv
+import pagedkv.groups
 import pagedkv.serving
 import pagedkv.shapes
 import pagedkv.tiers
@@ -233,7 +234,7 @@ def can_import(name):
 def modules():
     """Those of the library itself; the demo is a program, with tests of its own."""
     found = [pagedkv]
-    for package in (pagedkv, pagedkv.shapes, pagedkv.serving, pagedkv.tiers):
+    for package in (pagedkv, pagedkv.groups, pagedkv.shapes, pagedkv.serving, pagedkv.tiers):
         names = [name for _, name, _ in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
         found += [importlib.import_module(name) for name in names if name not in LEFT_OUT]
     return found

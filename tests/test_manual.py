@@ -28,8 +28,8 @@ MODULES = {
 FILES = {
     "pagedkv.shapes": ["pagedkv.shapes.layers", "pagedkv.shapes.reading"],
     "pagedkv.serving": [
-        *(f"pagedkv.serving.{part}" for part in ("counts", "prefixes", "requests", "scheduler", "sequences", "stores")),
-        "pagedkv.serving.tokens",
+        *(f"pagedkv.serving.{part}" for part in ("counts", "requests", "scheduler", "tokens")),
+        *(f"pagedkv.groups.{part}" for part in ("prefixes", "sequence", "stores")),
         "pagedkv.shapes.layers",
     ],
     "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "tier")],

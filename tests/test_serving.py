@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv.serving import ForwardPass, LayerShape, ModelSequence, ModelStores, Scheduler
+from pagedkv.serving import LayerShape, ModelSequence, ModelStores, Scheduler
 
 SHAPES = [LayerShape(None, 2, 4), LayerShape(6, 1, 8, 4), LayerShape(None, 2, 4), LayerShape(11, 1, 8, 4)]
 SIZE = 4
@@ -308,9 +308,9 @@ def test_blocks_that_others_hold():
 def test_a_forward_pass_that_others_run():
     stores = make_stores()
     sequence = ModelSequence(stores)
-    with pytest.raises(RuntimeError, match=r"layers \[0, 1, 2, 3\]"), ForwardPass(stores, [sequence], [3]):
+    with pytest.raises(RuntimeError, match="layer 0 was not written"), pagedkv.Step(stores, [sequence], [3]):
         pass
-    with pytest.raises(KeyboardInterrupt), ForwardPass(stores, [sequence], [3]):
+    with pytest.raises(KeyboardInterrupt), pagedkv.Step(stores, [sequence], [3]):
         raise KeyboardInterrupt
     assert (sequence.seq_len, held(stores)) == (0, [0, 0, 0])
 
@@ -318,14 +318,14 @@ def test_a_forward_pass_that_others_run():
 def computed(stores, n, sequence=None):
     """A sequence with so many positions more."""
     sequence = sequence or ModelSequence(stores)
-    with ForwardPass(stores, [sequence], [n]) as running:
+    with pagedkv.Step(stores, [sequence], [n]) as running:
         write_all(running, n)
     return sequence
 
 
 def write_all(running, n):
-    for layer in range(running.stores.n_layers):
-        shape = running.stores.group_of(layer).shape
+    for layer in range(running.store.n_layers):
+        shape = running.store.group_of(layer).shape
         v_head_dim = shape.v_head_dim or shape.head_dim
         k, v = (np.ones((n, shape.n_kv_heads, head_dim), np.float32) for head_dim in (shape.head_dim, v_head_dim))
         running.write(layer, k, v)
@@ -335,19 +335,19 @@ def test_a_pass_that_has_ended_stays_as_it_is():
     """As a step does: what was committed is not taken back by what comes later in the block, nor by `rollback`."""
     stores = make_stores()
     sequence = ModelSequence(stores)
-    with ForwardPass(stores, [sequence], [3]) as running:
+    with pagedkv.Step(stores, [sequence], [3]) as running:
         write_all(running, 3)
         running.commit()
     assert sequence.seq_len == 3
-    running = ForwardPass(stores, [sequence], [2])
+    running = pagedkv.Step(stores, [sequence], [2]).__enter__()
     write_all(running, 2)
     running.commit()
     running.__exit__(OSError, OSError("later"), None)
-    running.rollback()
-    with pytest.raises(RuntimeError, match="ended"):
-        running.commit()
+    for end in (running.commit, running.rollback):
+        with pytest.raises(RuntimeError, match="expected it to be open, got Step.*committed"):
+            end()
     assert [cache.seq_len for cache in sequence.caches] == [5, 5, 5]
-    with ForwardPass(stores, [sequence], [2]) as running:
+    with pagedkv.Step(stores, [sequence], [2]) as running:
         running.rollback()
     assert sequence.seq_len == 5
 
@@ -355,7 +355,7 @@ def test_a_pass_that_has_ended_stays_as_it_is():
 def test_a_pass_takes_iterators():
     stores = make_stores()
     sequence = ModelSequence(stores)
-    with ForwardPass(stores, iter([sequence]), iter([3])) as running:
+    with pagedkv.Step(stores, iter([sequence]), [3]) as running:
         assert running.n_rows == 3
         write_all(running, 3)
     assert sequence.seq_len == 3
@@ -398,7 +398,7 @@ def test_layers_and_caches_that_are_not_there():
     for layer in (-1, 4):
         with pytest.raises(IndexError, match=f"layer: expected 0 to 3, got {layer}"):
             stores.place_of(layer)
-    with ForwardPass(stores, [sequence], [1]) as running:
+    with pagedkv.Step(stores, [sequence], [1]) as running:
         with pytest.raises(IndexError, match="layer: expected 0 to 3, got -1"):
             running.write(-1, *np.ones((2, 1, 8), np.float32))
         running.rollback()

@@ -13,7 +13,7 @@ from test_serving_hostile import computed
 
 import pagedkv
 import pagedkv.prefix
-from pagedkv.serving import ForwardPass, LayerShape, ModelSequence, ModelStores, Scheduler, TokenIds
+from pagedkv.serving import LayerShape, ModelSequence, ModelStores, Scheduler, TokenIds
 
 FLAT = [LayerShape(None, 1, 4), LayerShape(None, 1, 8)]
 
@@ -258,8 +258,8 @@ NUMBERS = {
     "n_new": lambda stores, n: ModelSequence(stores).reserve(n),
     "total_blocks": lambda stores, n: ModelStores(SHAPES, n),
     "block_size": lambda stores, n: ModelStores(SHAPES, 4, block_size=n),
-    "query_lens": lambda stores, n: ForwardPass(stores, [ModelSequence(stores)], n),
-    "query_lens[0]": lambda stores, n: ForwardPass(stores, [ModelSequence(stores)], [n]),
+    "query_lens": lambda stores, n: pagedkv.Step(stores, [ModelSequence(stores)], n),
+    "query_lens[0]": lambda stores, n: pagedkv.Step(stores, [ModelSequence(stores)], [n]),
     "new_len": lambda stores, n: ModelSequence(stores).caches[0].can_truncate_to(n),
     "priority": lambda stores, n: stores.prefixes.insert([1], ModelSequence(stores), priority=n),
     "start": lambda stores, n: stores.prefixes.forget([1], start=n),
@@ -290,24 +290,23 @@ def test_numbers(name):
 def test_classes():
     stores = make_stores()
     for wrong in (None, 3, stores.groups, stores.groups[0].store):
-        for call in (Scheduler, ModelSequence, lambda given: ForwardPass(given, [], [])):
+        for call in (Scheduler, ModelSequence):
             with pytest.raises(TypeError, match=f"^stores: expected a ModelStores, got {type(wrong).__name__}"):
                 call(wrong)
     sequence = ModelSequence(stores)
     for given, match in ((3, "caches: expected a list"), ([1, 2, 3], r"caches\[0\]: expected a PagedKvCache, got int")):
         with pytest.raises(TypeError, match=match):
             ModelSequence(stores, given)
-    with pytest.raises(TypeError, match="^sequences: expected several ModelSequence, got int"):
-        ForwardPass(stores, 3, [1])
-    with pytest.raises(ValueError, match="^sequences: expected each once"):
-        ForwardPass(stores, [sequence, sequence], 1)
+    with pytest.raises(TypeError, match="^caches: expected a ModelSequence or several of them, got 3"):
+        pagedkv.Step(stores, 3, [1])
+    with pytest.raises(ValueError, match="^caches: expected each cache once"):
+        pagedkv.Step(stores, [sequence, sequence], 1)
     with pytest.raises(ValueError, match="^query_lens: expected 1 lengths"):
-        ForwardPass(stores, [sequence], [1, 2])
+        pagedkv.Step(stores, [sequence], [1, 2])
     with pytest.raises(TypeError, match="^shapes: expected"):
         ModelStores(3, 4)
-    running = ForwardPass(stores, [sequence, ModelSequence(stores)], np.int64(2))
+    running = pagedkv.Step(stores, [sequence, ModelSequence(stores)], np.int64(2))
     assert (running.query_lens, running.n_rows) == ((2, 2), 4)
-    running.rollback()
 
 
 # --- tokens ---

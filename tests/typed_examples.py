@@ -417,19 +417,58 @@ def example_shapes() -> None:
         layer_shapes(config, latent="other")  # type: ignore[arg-type]
 
 
+def example_groups() -> None:
+    shapes = [pagedkv.LayerShape(None, 2, 8), pagedkv.LayerShape(window=8, n_kv_heads=2, head_dim=8)]
+    stores = pagedkv.ModelStores(shapes, 32, block_size=4, dtype="float32", debug=False)
+    shared = pagedkv.ModelStores.from_bytes(1 << 20, shapes, block_size=4, dtype=np.float16, max_bytes=1 << 21)
+    shared.resize(1 << 21)
+    assert_type(shared, pagedkv.ModelStores)
+    assert_type(stores.place_of(1), tuple[int, int])
+    group = assert_type(stores.group_of(1), pagedkv.LayerGroup)
+    assert_type((group.window, group.row_dtype, group.layers), tuple[int | None, str, tuple[int, ...]])
+    assert_type(group.block_nbytes + group.n_blocks_in_use + group.store.total_blocks, int)
+    assert_type(stores.blocks_for(9, chunk=2) + stores.bytes_for(9) + stores.trim(), int)
+    assert_type(stores.nbytes + stores.nbytes_in_use + stores.total_blocks + stores.free_block_count, int)
+    assert_type(stores.can_ever_fit(9, chunk=2), bool)
+    assert_type(stores.stats(), pagedkv.GroupStats)
+    assert_type(stores.stats().stores[0], pagedkv.StoreStats)
+    assert_type((stores.places, stores.windows), tuple[tuple[tuple[int, int], ...], tuple[int | None, ...]])
+    sequence = pagedkv.ModelSequence(stores)
+    sequence.reserve(8, chunk=2)
+    sequence.give_back_reserved()
+    with pagedkv.Step(stores, sequence, query_lens=3) as step:
+        assert_type(step.unwritten_layers, tuple[int, ...])
+        assert_type(step.state, Literal["ready", "open", "committed", "rolled back"])
+        for layer in range(stores.n_layers):
+            step.write(layer, ones(3, 16), ones(3, 16))
+    assert_type(sequence.clone(), pagedkv.ModelSequence)
+    pagedkv.reorder(stores, [sequence, sequence.clone()], [1, 0])
+    assert_type(sequence.blocks_needed_for(3), tuple[int, ...])
+    assert_type(sequence.seq_len + sequence.capacity + sequence.first_position, int)
+    assert_type(sequence.to_contiguous(0, start=1, stop=2), pagedkv.KvCache)
+    assert_type(stores.block_map([sequence], width=8), tuple[pagedkv.BlockMap, ...])
+    stores.check(sequences=[sequence])
+    sequence.drop_unneeded()
+    if sequence.can_truncate_to(2):
+        sequence.truncate(2)
+    sequence.release()
+    with pytest.raises(TypeError):
+        pagedkv.ModelSequence(stores.stores)  # type: ignore[arg-type]
+
+
 def example_serving() -> None:
-    from pagedkv.serving import Batch, ForwardPass, LayerShape, ModelSequence, ModelStores, Request, Scheduler
+    from pagedkv.serving import Batch, LayerShape, ModelSequence, ModelStores, Request, Scheduler
 
     stores = ModelStores([LayerShape(None, 2, 8), LayerShape(window=8, n_kv_heads=2, head_dim=8)], 32, block_size=4)
     assert_type(stores.groups[0].store, pagedkv.PagedKvStore)
     assert_type(stores.prefixes.match([1, 2, 3]), int)
     assert_type(ModelSequence(stores).seq_len, int)
 
-    def compute(batch: Batch, running: ForwardPass) -> list[int]:
+    def compute(batch: Batch, step: pagedkv.Step) -> list[int]:
         assert_type(batch.token_ids, list[int])
         for layer in range(stores.n_layers):
-            running.write(layer, ones(running.n_rows, 16), ones(running.n_rows, 16))
-            assert running.attend(layer, ones(running.n_rows, 4, 8)).dtype == np.float32
+            step.write(layer, ones(step.n_rows, 16), ones(step.n_rows, 16))
+            assert step.attend(layer, ones(step.n_rows, 4, 8)).dtype == np.float32
         return [5 for _ in batch.asking]
 
     scheduler = Scheduler(stores, max_running=2)

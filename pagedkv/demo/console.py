@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import TextIO
 
+from pagedkv import ModelStores
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
-from pagedkv.serving import ModelStores
 
 _UP_AND_CLEAR = "\x1b[{}F\x1b[J"
 

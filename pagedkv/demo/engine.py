@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagedkv import Step
 from pagedkv.demo.model import F32, Gemma3
 from pagedkv.demo.sampling import greedy
-from pagedkv.serving import Batch, ForwardPass, Request, Scheduler
+from pagedkv.serving import Batch, Request, Scheduler
 
 
 @dataclass
@@ -89,18 +90,19 @@ class Engine:
         self._scheduler.stores.prefixes.clear()
         self._choosers.clear()
 
-    def _compute(self, batch: Batch, running: ForwardPass) -> list[int]:
+    def _compute(self, batch: Batch, step: Step) -> list[int]:
         def attend(layer: int, q: F32, k: F32, v: F32) -> F32:
             started = time.perf_counter()
-            running.write(layer, k, v)
-            out: F32 = running.attend(layer, q, scale=self._model.config.attention_scale)
+            step.write(layer, k, v)
+            out: F32 = step.attend(layer, q, scale=self._model.config.attention_scale)
             self.attention_seconds += time.perf_counter() - started
             return out
 
         hidden: F32 = self._model.forward(batch.token_ids, np.array(batch.positions), attend)
         logits = self._model.logits(hidden[batch.asking_rows]) if batch.asking else ()
         self._rows = batch.query_lens
-        in_use = [group.n_blocks_in_use for group in running.stores.groups]
+        stores = self._scheduler.stores
+        in_use = [group.n_blocks_in_use for group in stores.groups]
         self.peak_blocks = list(map(max, self.peak_blocks, in_use))
-        self.peak_bytes = max(self.peak_bytes, running.stores.nbytes_in_use)
+        self.peak_bytes = max(self.peak_bytes, stores.nbytes_in_use)
         return [self._choosers[request](row) for request, row in zip(batch.asking, logits, strict=True)]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pagedkv import ModelStores
 from pagedkv.demo.config import Config
 from pagedkv.demo.errors import DemoError, ModelFileError
 from pagedkv.demo.gguf_file import GgufFile
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.tokenizer import Tokenizer
-from pagedkv.serving import ModelStores
 
 
 class ModelFile:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagedkv import Waiting, plan_admission
+from pagedkv import ModelStores, Waiting, plan_admission
 from pagedkv.prefix import common_length
 from pagedkv.serving.requests import Request
-from pagedkv.serving.stores import ModelStores
 
 
 def has_room(stores: ModelStores, request: Request, n_known: int, chunk: int, keep_free: list[int]) -> bool:

@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import PrefixHandle
-from pagedkv.serving.sequences import ModelSequence
+from pagedkv import ModelSequence, PrefixHandle
 from pagedkv.serving.tokens import TokenIds
 
 

@@ -22,15 +22,22 @@ from itertools import islice
 from types import GeneratorType
 from typing import Literal, SupportsIndex, cast
 
-from pagedkv import PagedStoreExhausted
+from pagedkv import ModelSequence, ModelStores, PagedStoreExhausted, Step
 from pagedkv._arrays import as_flag, as_size
 from pagedkv._keys import Tokens, as_count, as_namespace, as_share, as_stop_tokens, as_token_ids
 from pagedkv.serving.admission import has_room, is_about_to_be_known
 from pagedkv.serving.counts import SchedulerCounts
 from pagedkv.serving.requests import Batch, Request
-from pagedkv.serving.sequences import ForwardPass, ModelSequence
-from pagedkv.serving.stores import ModelStores
 from pagedkv.serving.tokens import TokenIds
+
+
+class _Lent(Step):
+    """A step that whoever computes it writes and attends, and its scheduler ends."""
+
+    def commit(self) -> None:
+        raise RuntimeError("step: its scheduler ends it, when compute has returned")
+
+    rollback = commit
 
 
 @dataclass(eq=False)
@@ -38,7 +45,7 @@ class _Pass:
     """A forward pass from its opening to its end."""
 
     batch: Batch
-    running: ForwardPass
+    step: _Lent
     n_computed: int  # `counts.positions_computed` before it
     unknown: list[tuple[Request, int]]  # whose new rows the prefix caches are still to be told of, the first one last
     computing: Generator[list[int], None, None] | None = None
@@ -87,9 +94,9 @@ class Scheduler:
     >>> import numpy as np
     >>> from pagedkv.serving import LayerShape, ModelStores, Scheduler
     >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
-    >>> def compute(batch, running):
-    ...     rows = np.ones((running.n_rows, 1, 4), np.float32)              # stands for the model
-    ...     running.write(0, rows, rows)
+    >>> def compute(batch, step):
+    ...     rows = np.ones((step.n_rows, 1, 4), np.float32)              # stands for the model
+    ...     step.write(0, rows, rows)
     ...     return [9] * len(batch.asking)
     >>> request = scheduler.submit([5, 6, 7], max_new_tokens=2)
     >>> while not scheduler.is_idle:
@@ -157,12 +164,14 @@ class Scheduler:
         n_new = as_size(max_new_tokens, "max_new_tokens", 1, sys.maxsize)
         # The last token that is generated is never computed itself.
         n_positions = min(n_tokens + n_new - 1, sys.maxsize)
-        n_blocks = self.stores.blocks_for(n_positions, chunk=self._prefill_rows)
-        if n_blocks > self.stores.total_blocks:
-            raise ValueError(
-                f"{n_tokens} tokens and {n_new} new ones need {n_blocks} blocks of {self.stores.block_size}, "
-                f"the stores have {self.stores.total_blocks}"
-            )
+        stores, chunk = self.stores, self._prefill_rows
+        if not stores.can_ever_fit(n_positions, chunk=chunk):
+            n_blocks = stores.blocks_for(n_positions, chunk=chunk)
+            n_most = max([store.total_blocks for store in stores.stores])
+            needed = f"{n_blocks} blocks of {stores.block_size}, the stores have {n_most}"
+            if n_blocks <= n_most:
+                needed = f"{stores.bytes_for(n_positions, chunk=chunk)} bytes, the stores have {stores.nbytes}"
+            raise ValueError(f"{n_tokens} tokens and {n_new} new ones need {needed}")
 
     def submit(
         self,
@@ -203,13 +212,13 @@ class Scheduler:
         self._queue[request] = None
         return request
 
-    def step(self, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]) -> list[Request]:
+    def step(self, compute: Callable[[Batch, Step], Iterable[SupportsIndex]]) -> list[Request]:
         """Plan a forward pass, have it computed, and give the new tokens to their requests.
 
         Parameters
         ----------
         compute : callable
-            ``compute(batch, running)`` writes and attends in all layers of the `ForwardPass` ``running``, and returns a
+            ``compute(batch, step)`` writes and attends in all layers of the open `pagedkv.Step` ``step``, and returns a
             token for each request of ``batch.asking``. An exception leaves all requests as they were before the pass.
             It is not called when there is nothing to compute.
 
@@ -226,7 +235,7 @@ class Scheduler:
             ``compute`` returned no token ids, or not as many as were asked for. In stores with ``debug=True``: K or V
             that are not finite cannot be known; the tokens stay.
         RuntimeError
-            ``compute`` did not write all layers, or has ended ``running``; a step is running.
+            ``compute`` did not write all layers, or wanted to end its step itself; a step is running.
         """
         if self._is_computing:
             raise RuntimeError("step: this scheduler is computing one")
@@ -295,12 +304,12 @@ class Scheduler:
             if not self._running:
                 return None
             batch = self._plan()
-            # Known before it opens: an interrupt may leave it open.
-            running = ForwardPass.__new__(ForwardPass)
+            step = _Lent(self.stores, [each.sequence for each in batch.requests], batch.query_lens)
             rows = list(zip(batch.requests, batch.query_lens, strict=True))
-            self._pass = _Pass(batch, running, self.counts.positions_computed, rows[::-1])
+            # Known before it opens: an interrupt may leave it open.
+            self._pass = _Pass(batch, step, self.counts.positions_computed, rows[::-1])
             try:
-                ForwardPass.__init__(running, self.stores, [each.sequence for each in batch.requests], batch.query_lens)
+                step.__enter__()
                 return self._pass
             except PagedStoreExhausted:
                 if not self._preempt():
@@ -320,25 +329,26 @@ class Scheduler:
         return Batch.of(rows)
 
     def _compute(
-        self, opened: _Pass, compute: Callable[[Batch, ForwardPass], Iterable[SupportsIndex]]
+        self, opened: _Pass, compute: Callable[[Batch, Step], Iterable[SupportsIndex]]
     ) -> Generator[list[int], None, None]:
-        """Yields once, the tokens that were asked for, when K and V of the batch are there."""
+        """Yields once, the tokens that were asked for, when K and V of the batch are written."""
         n_asked = len(opened.batch.asking)
-        found = compute(opened.batch, opened.running)
+        found = compute(opened.batch, opened.step)
         given = tuple(found) if isinstance(found, Iterator) else cast(Tokens, found)
         tokens: list[int] = as_token_ids(given, "compute").tolist()
         if len(tokens) != n_asked:
             raise ValueError(f"compute: expected {n_asked} tokens, got {len(tokens)}")
-        opened.running.commit()
+        if missing := opened.step.unwritten_layers:
+            raise RuntimeError(f"compute: expected all layers to be written, {list(missing)} were not")
         yield tokens
 
     def _settle(self) -> None:
         """Ends what has begun: a pass that has its tokens is carried out, another one taken back."""
         last = self._pass
         if last is not None:
-            if last.tokens is None:
-                last.running._take_back()  # compute may have committed it
-            else:
+            if last.step.state == "open":
+                (Step.rollback if last.tokens is None else Step.commit)(last.step)
+            if last.step.state == "committed" and last.tokens is not None:
                 self._carry_out(last, last.tokens)
             self._pass = None
         for request in [request for request in self._running if request.finish_reason is not None]:
@@ -347,7 +357,7 @@ class Scheduler:
     def _carry_out(self, done: _Pass, tokens: list[int]) -> None:
         """What has been computed is counted, and known; the tokens go to their requests, of which some end."""
         batch, failure = done.batch, None
-        self.counts.positions_computed = done.n_computed + done.running.n_rows
+        self.counts.positions_computed = done.n_computed + done.step.n_rows
         for request, row, token in zip(batch.asking, batch.asking_rows, tokens, strict=True):
             request.tokens._put(batch.positions[row] + 1, token)
         while done.unknown:  # each is tried once: one that fails must not be in the way of all that follows

@@ -40,7 +40,7 @@ def layer_shapes(config: object, *, latent: _LatentForm = "absorbed") -> tuple[L
 
     Examples
     --------
-    >>> from pagedkv.serving import ModelStores
+    >>> from pagedkv import ModelStores
     >>> from pagedkv.shapes import layer_shapes
     >>> config = {"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     ...           "hidden_size": 64, "sliding_window": 32}

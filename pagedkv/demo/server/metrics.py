@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pagedkv.serving import LayerGroup, Scheduler
+from pagedkv import LayerGroup
+from pagedkv.serving import Scheduler
 
 OUTCOMES = ("stop", "length", "cancelled", "failed", "refused", "overloaded", "shutdown")
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

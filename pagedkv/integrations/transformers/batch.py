@@ -17,12 +17,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMode
 
+from pagedkv import Step
 from pagedkv._arrays import as_flag, as_size
 from pagedkv._keys import as_namespace, as_stop_tokens
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys
 from pagedkv.integrations.transformers.stores import PagedStores
-from pagedkv.serving import Batch, ForwardPass, Request, Scheduler, TokenIds
+from pagedkv.serving import Batch, Request, Scheduler, TokenIds
 
 
 @dataclass(frozen=True)
@@ -229,13 +230,13 @@ class _Engine:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
 
-    def compute(self, batch: Batch, running: ForwardPass) -> list[int]:
+    def compute(self, batch: Batch, step: Step) -> list[int]:
         """The next token of every request that gets one."""
         with torch.no_grad(), _attending(self._configs):
             inputs = {"input_ids": torch.tensor([batch.token_ids]), "position_ids": torch.tensor([batch.positions])}
             if self._keeps_logits:
                 inputs["logits_to_keep"] = torch.tensor(batch.asking_rows, dtype=torch.long)
-            inputs[self._cache_name] = _PassCache(self._stores, running)
+            inputs[self._cache_name] = _PassCache(self._stores, step)
             logits = self._model(**inputs, use_cache=True, return_dict=True).logits[0]
             chosen = logits if self._keeps_logits else logits[batch.asking_rows]
             return self._choose(batch.asking, chosen)
@@ -284,10 +285,10 @@ class _Sampler:
 
 
 class _PassCache(Cache):
-    """What the model takes for its cache during a `ForwardPass`: rows of all sequences, one after the other."""
+    """What the model takes for its cache during a `pagedkv.Step`: rows of all sequences, one after the other."""
 
-    def __init__(self, stores: PagedStores, running: ForwardPass) -> None:
-        super().__init__(layers=[_PassLayer(stores, running, layer) for layer in range(stores.n_layers)])
+    def __init__(self, stores: PagedStores, step: Step) -> None:
+        super().__init__(layers=[_PassLayer(stores, step, layer) for layer in range(stores.n_layers)])
 
 
 class _PassLayer(CacheLayerMixin):
@@ -295,10 +296,10 @@ class _PassLayer(CacheLayerMixin):
 
     supports_early_init = False
 
-    def __init__(self, stores: PagedStores, running: ForwardPass, layer: int) -> None:
+    def __init__(self, stores: PagedStores, step: Step, layer: int) -> None:
         super().__init__()
         self._stores = stores
-        self._pass = running
+        self._step = step
         self._layer = layer
         self.is_sliding = self.window_of(layer) is not None
 
@@ -316,8 +317,8 @@ class _PassLayer(CacheLayerMixin):
         dtype = self._stores.group_of(keys.layer).row_dtype
         if mask is not None:
             raise ValueError("attention_mask: expected none, a batch of sequences in a row has no padding")
-        self._pass.write(keys.layer, *(as_rows(rows[0].transpose(0, 1), dtype) for rows in (keys.rows, value)))
-        attended = self._pass.attend(keys.layer, as_rows(query[0].transpose(0, 1)), **options)
+        self._step.write(keys.layer, *(as_rows(rows[0].transpose(0, 1), dtype) for rows in (keys.rows, value)))
+        attended = self._step.attend(keys.layer, as_rows(query[0].transpose(0, 1)), **options)
         return as_tensor(attended, query.dtype)[None]
 
     def update(

@@ -1,8 +1,7 @@
 """`PagedCache`: what a model is given as ``cache``, or ``past_key_values``.
 
-With the attention function ``pagedkv`` a forward pass is a `ForwardPass` (a `pagedkv.Step` in every store): it opens
-when the first layer attends and commits when the last one has. With any other attention function the layers
-are handed gathered copies, and the new rows are appended when the last layer has come.
+A forward pass is a `pagedkv.Step`: it opens when the first layer comes and commits when the last one has been written.
+With the attention function ``pagedkv`` it attends as well; with any other the layers are handed gathered copies.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pagedkv import PagedKvCache
+from pagedkv import LayerGroup, ModelSequence, PagedKvCache, Step
 from pagedkv.formats import FORMATS
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys, count_padding
 from pagedkv.integrations.transformers.stores import PagedStores
-from pagedkv.serving import ForwardPass, LayerGroup, ModelSequence
 
 
 class _Batch:
@@ -35,9 +33,9 @@ class _Batch:
         self.sequences: list[ModelSequence] = []
         self.skipped: list[int] = []
         self.keeps_past = False
-        self._pass: ForwardPass | None = None
-        self._kept_rows: torch.Tensor | None = None  # of the running pass, [batch * positions] bool; None: all
-        self._pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> its K and V, of a gathered pass
+        self._step: Step | None = None  # the running pass
+        self._written: set[int] = set()  # layers, in it
+        self._kept_rows: torch.Tensor | None = None  # of it, [batch * positions] bool; None: all
 
     @property
     def size(self) -> int:
@@ -75,20 +73,16 @@ class _Batch:
         options: dict[str, Any],
     ) -> torch.Tensor:
         layer = keys.layer
-        if not keys.is_written and (self._pass is None or layer in self._pass.written):
+        if not keys.is_written and (self._step is None or layer in self._written):
             self._begin(keys.rows, mask)
-        running = self._pass
-        if running is None:
+        step = self._step
+        if step is None:
             raise RuntimeError(f"layer {layer} attends again after its forward pass has ended")
         if not keys.is_written:
-            dtype = self.stores.group_of(layer).row_dtype
-            running.write(layer, self._pack(keys.rows, dtype), self._pack(value, dtype))
+            self._write(step, layer, keys.rows, value)
             keys.is_written = True
-        attended = as_tensor(running.attend(layer, self._pack(query, "float32"), **options), query.dtype)
-        if running.is_complete:
-            self._pass = None
-            running.commit()
-            self._end(query.shape[2])
+        attended = as_tensor(step.attend(layer, self._pack(query, "float32"), **options), query.dtype)
+        self._end_if_complete(step, query.shape[2])
         batch, n_q_heads, n_new, _ = query.shape
         if self._kept_rows is not None:
             rows = attended.new_zeros((batch * n_new, *attended.shape[1:]))
@@ -114,27 +108,52 @@ class _Batch:
         kept = None
         if sum(query_lens) < batch * n_new:
             kept = (torch.arange(n_new) >= n_new - torch.tensor(query_lens)[:, None]).reshape(-1)
-        self._pass = ForwardPass(self.stores, sequences, query_lens)
+        self._open(sequences, query_lens, kept)
+
+    def _open(self, sequences: list[ModelSequence], query_lens: list[int], kept: torch.Tensor | None) -> None:
+        self._step = Step(self.stores, sequences, query_lens).__enter__()
+        self._written = set()
         self.sequences, self._kept_rows = sequences, kept
+
+    def _write(self, step: Step, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        dtype = self.stores.group_of(layer).row_dtype
+        step.write(layer, self._pack(keys, dtype), self._pack(values, dtype))
+        self._written.add(layer)
+
+    def _end_if_complete(self, step: Step, n_new: int) -> None:
+        if len(self._written) < self.stores.n_layers:
+            return
+        self._step = None
+        step.commit()
+        self.length += n_new
+        self.skipped = [self.length - sequence.seq_len for sequence in self.sequences]
+        if not self.keeps_past:
+            self.drop_unneeded()
 
     def _pack(self, rows: torch.Tensor, dtype: str) -> npt.NDArray[Any]:
         """``[batch, heads, positions, dim]`` as ``[n_rows, heads, dim]``, without what is padding."""
         packed = rows.transpose(1, 2).flatten(0, 1)
         return as_rows(packed if self._kept_rows is None else packed[self._kept_rows], dtype)
 
-    def _end(self, n_new: int) -> None:
-        self.length += n_new
-        self.skipped = [self.length - sequence.seq_len for sequence in self.sequences]
-        if not self.keeps_past:
-            self.drop_unneeded()
-
     # --- a forward pass over gathered copies ---
 
     def gather(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All K and V that a layer's queries see, ``[batch, heads, positions, dim]``; the new ones are kept aside."""
-        if not self._pending or layer in self._pending:
+        """All K and V that a layer's queries see, ``[batch, heads, positions, dim]``."""
+        try:
+            return self._gather(layer, keys, values)
+        except BaseException:
             self._forget()
-            self._reserve(keys.shape[0], keys.shape[2])
+            raise
+
+    def _gather(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._step is None or layer in self._written:
+            self._forget()
+            batch, _, n_new, _ = keys.shape
+            if not self.length:
+                self.skipped = [0] * batch
+            self._open(self._sequences_for(batch), [n_new] * batch, None)
+        step = self._step
+        assert step is not None
         group, index = self.stores.group_of(layer), self.stores.place_of(layer)[1]
         first = self.first_visible(layer)
         all_keys, all_values = keys, values
@@ -145,36 +164,9 @@ class _Batch:
             ]
             all_keys = torch.cat([_stack([k for k, _ in past], self.length - first, keys), keys], dim=2)
             all_values = torch.cat([_stack([v for _, v in past], self.length - first, values), values], dim=2)
-        self._pending[layer] = keys, values
-        if len(self._pending) == self.stores.n_layers:
-            pending, self._pending = self._pending, {}
-            self._append(pending, keys.shape[2])
+        self._write(step, layer, keys, values)
+        self._end_if_complete(step, keys.shape[2])
         return all_keys, all_values
-
-    def _reserve(self, batch: int, n_new: int) -> None:
-        sequences = self._sequences_for(batch)
-        try:
-            for sequence in sequences:
-                sequence.reserve(n_new)
-        except BaseException:
-            for sequence in sequences:
-                sequence.give_back_reserved()
-            raise
-        if not self.length:
-            self.sequences, self.skipped = sequences, [0] * batch
-
-    def _append(self, pending: dict[int, tuple[torch.Tensor, torch.Tensor]], n_new: int) -> None:
-        try:
-            for number, group in enumerate(self.stores.groups):
-                sides = [[pending[layer][side].transpose(1, 2) for layer in group.layers] for side in (0, 1)]
-                k, v = (as_rows(torch.stack(side), group.row_dtype) for side in sides)
-                for row, sequence in enumerate(self.sequences):
-                    sequence.caches[number].append_contiguous(group.store, k[:, row], v[:, row], n_new)
-        except BaseException:
-            for sequence, skipped in zip(self.sequences, self.skipped, strict=True):
-                sequence.truncate(self.length - skipped)
-            raise
-        self._end(n_new)
 
     # --- what is done to the whole ---
 
@@ -188,10 +180,9 @@ class _Batch:
 
     def _forget(self) -> None:
         """Takes back what a pass has begun that ended in an exception."""
-        running, self._pass = self._pass, None
-        self._pending = {}
-        if running is not None:
-            running.rollback()
+        step, self._step = self._step, None
+        if step is not None and step.state == "open":
+            step.rollback()
 
     def select(self, rows: list[int]) -> None:
         """The sequences become clones of these. Every block that somebody still holds stays; none is taken."""

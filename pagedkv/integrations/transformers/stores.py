@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as _MASKED
 
-from pagedkv.serving import ModelStores
-from pagedkv.shapes import layer_shapes
+from pagedkv import ModelStores
+from pagedkv.shapes import LayerShape, layer_shapes
 
 if TYPE_CHECKING:
     from pagedkv._arrays import _DType
@@ -80,6 +80,9 @@ class PagedStores(ModelStores):
         dtype: _DType = "float32",
         debug: bool = False,
     ) -> None:
+        super().__init__(model, total_blocks, block_size=block_size, dtype=dtype, debug=debug)
+
+    def _shapes_of(self, model: Any) -> tuple[LayerShape, ...]:
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PretrainedConfig):
             raise TypeError(f"model: expected a model of transformers or its configuration, got {type(model).__name__}")
@@ -89,7 +92,7 @@ class PagedStores(ModelStores):
         self.config = config.get_text_config(decoder=True)
         if getattr(self.config, "new_decoder_architecture", False):  # Falcon repeats K and V before it caches them
             shapes = tuple(replace(shape, n_kv_heads=self.config.num_attention_heads) for shape in shapes)
-        super().__init__(shapes, total_blocks, block_size=block_size, dtype=dtype, debug=debug)
+        return shapes
 
     def check_rows(self, layer: int, k_shape: Sequence[int], v_shape: Sequence[int]) -> None:
         """Refuses K and V that are not of a layer's shape.

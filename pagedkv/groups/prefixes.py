@@ -10,16 +10,18 @@ from typing import Protocol, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import PagedKvCache, PrefixCache, PrefixHandle, PrefixStats
 from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_namespace, as_token_ids, as_ttl
-from pagedkv.prefix import attach_all, insert_all
+from pagedkv.prefix import PrefixCache, PrefixHandle, attach_all, insert_all
+from pagedkv.sequence import PagedKvCache
+from pagedkv.stats import PrefixStats
 
 
 class HasCaches(Protocol):
     """A `ModelSequence`, which is made of stores that have these prefixes: they cannot import it."""
 
-    caches: list[PagedKvCache]
+    @property
+    def caches(self) -> tuple[PagedKvCache, ...]: ...
 
 
 class ModelPrefixes:
@@ -47,13 +49,12 @@ class ModelPrefixes:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from pagedkv.serving import ForwardPass, LayerShape, ModelSequence, ModelStores
+    >>> import numpy as np, pagedkv
+    >>> from pagedkv import LayerShape, ModelSequence, ModelStores
     >>> stores = ModelStores([LayerShape(None, 1, 4)], total_blocks=8, block_size=2)
     >>> first, second = ModelSequence(stores), ModelSequence(stores)
-    >>> running = ForwardPass(stores, [first], [3])
-    >>> running.write(0, *np.ones((2, 3, 4), np.float32))
-    >>> running.commit()
+    >>> with pagedkv.Step(stores, first, 3) as step:
+    ...     step.write(0, *np.ones((2, 3, 4), np.float32))
     >>> stores.prefixes.insert([5, 6, 7], first)
     1
     >>> stores.prefixes.attach(second, [5, 6, 9]), second.seq_len
@@ -230,4 +231,4 @@ class ModelPrefixes:
             raise TypeError(f"sequence: expected a ModelSequence, got {type(sequence).__name__}")
         if prefixes.caches != self.caches:
             raise ValueError(f"sequence: expected one of these stores, got {sequence!r}")
-        return tuple(sequence.caches)
+        return sequence.caches
