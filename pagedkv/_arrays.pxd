@@ -71,8 +71,11 @@ cdef class RowLayout:
 cdef inline bint holds_rows(
         object array, const RowFormat* row, int typenum, Py_ssize_t n_layers, Py_ssize_t count) noexcept:
     """Whether as_rows would give it back as it is. With the fields of a RowLayout: no reference to it is counted."""
-    return (is_plain(array, cnp.NPY_FLOAT32) or is_plain(array, typenum)) and has_shape(
-        <cnp.ndarray>array, n_layers, count, row.n_heads, row.head_dim)
+    if not cnp.PyArray_CheckExact(array):
+        return False
+    cdef int kind = cnp.PyArray_TYPE(<cnp.ndarray>array)
+    return ((kind == cnp.NPY_FLOAT32 or kind == typenum) and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>array)
+            and has_shape(<cnp.ndarray>array, n_layers, count, row.n_heads, row.head_dim))
 
 
 # Whether the memory of a view still is that of the arrays it is a view of.
@@ -92,7 +95,10 @@ cdef object as_format(object dtype)
 cdef cnp.ndarray as_rows(object array, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count)
 cdef int check_rows(cnp.ndarray rows, str name, RowLayout layout, Py_ssize_t n_layers, Py_ssize_t count) except -1
 # Whether they are float32, which a store of another dtype converts.
-cdef bint is_float32(cnp.ndarray rows) noexcept
+cdef inline bint is_float32(cnp.ndarray rows) noexcept:
+    return cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT32
+
+
 # Native float32 of any shape and strides.
 cdef cnp.ndarray as_native(object array, str name, str expected)
 # Native, C-contiguous float32 of exactly this shape (a tuple; None stands for any length, and for a whole shape).

@@ -342,10 +342,6 @@ cdef object changed(cnp.ndarray array, str name, str expected):
     return ValueError(f"{name}: expected {expected}, got {got} after another argument was read")
 
 
-cdef bint is_float32(cnp.ndarray rows) noexcept:
-    return cnp.PyArray_TYPE(rows) == cnp.NPY_FLOAT32
-
-
 cdef inline bint fits(cnp.ndarray array, tuple shape):
     """Whether an array has this shape; None stands for any length, or any shape."""
     cdef Py_ssize_t i

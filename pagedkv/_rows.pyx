@@ -58,8 +58,11 @@ cdef class BlockRows:
     cdef GivenRows given(self, cnp.ndarray rows) noexcept:
         cdef GivenRows given
         given.data = <const char*>cnp.PyArray_DATA(rows)
-        given.stored = self.is_float32 or not is_float32(rows)
-        given.row_bytes = self.row_bytes if given.stored else self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
+        given.stored = True
+        given.row_bytes = self.row_bytes
+        if not self.is_float32 and is_float32(rows):
+            given.stored = False
+            given.row_bytes = self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
         return given
 
     # --- moving them ---
