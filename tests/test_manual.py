@@ -32,7 +32,7 @@ FILES = {
         *(f"pagedkv.groups.{part}" for part in ("prefixes", "sequence", "stores")),
         "pagedkv.shapes.layers",
     ],
-    "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "tier")],
+    "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "tier")],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.transformers": [
         "pagedkv.integrations.transformers.cache",

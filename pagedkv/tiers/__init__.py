@@ -18,6 +18,7 @@ Examples
 
 from pagedkv.tiers.files import FileTier
 from pagedkv.tiers.records import Chunk, KeySpace, Record, RecordFormat, encode, room_for, what_is_wrong
+from pagedkv.tiers.saving import Saved, restore_sequence, save_sequence
 from pagedkv.tiers.tier import Fetched, Tier, TierStats, fetch
 
 __all__ = [
@@ -27,10 +28,13 @@ __all__ = [
     "KeySpace",
     "Record",
     "RecordFormat",
+    "Saved",
     "Tier",
     "TierStats",
     "encode",
     "fetch",
+    "restore_sequence",
     "room_for",
+    "save_sequence",
     "what_is_wrong",
 ]

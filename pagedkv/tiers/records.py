@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<8sHHIQQIIQ32s32s32s32sQ4xI")
 HEADER_BYTES = _HEADER.size  # 192
 _SEALED = HEADER_BYTES - 4  # what the header's checksum covers of it; the token ids follow
 MOST_BYTES = 2**40  # of a payload; a header that says more is none
-DESCRIPTION, CHUNK = 0, 1  # kinds of records
+DESCRIPTION, CHUNK, LEFT_BEHIND = 0, 1, 2  # kinds of records
 
 _MAX = 2**31 - 1
 _PREFERRED_BYTES = 2**20
@@ -286,6 +286,30 @@ class KeySpace:
         parent, start = (after.key, after.first_position + after.n_tokens) if after else (self.key, 0)
         return Chunk(self, sha256(parent + ids).digest(), parent, start, ids, self.format.payload_bytes(len(ids) // 8))
 
+    def left_behind(self, tokens: Tokens) -> Chunk:
+        """A first chunk without a payload: tokens whose K/V a window has left behind, in a saved file.
+
+        Parameters
+        ----------
+        tokens : list, tuple, range or integer array ``[n]``
+            A whole number of blocks, one at least.
+
+        Returns
+        -------
+        Chunk
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``tokens`` of a wrong kind; a format without a window.
+        """
+        if self.format.window is None:
+            raise ValueError("tokens: expected none left behind by layers without a window, got some")
+        chunk = self.chunk(tokens)
+        if chunk.n_tokens % self.format.block_size:
+            raise ValueError(f"tokens: expected blocks of {self.format.block_size}, got {chunk.n_tokens} tokens")
+        return chunk._replace(payload_bytes=0)
+
     def check_same(self, other: KeySpace) -> None:
         """Whether another one's records can be read.
 
@@ -381,6 +405,11 @@ class Chunk(NamedTuple):
     first_position: int
     ids: bytes
     payload_bytes: int
+
+    @property
+    def kind(self) -> int:
+        """What the header says: 2 of a chunk without a payload, which a window has left behind, 1 of all others."""
+        return CHUNK if self.payload_bytes else LEFT_BEHIND
 
     @property
     def n_tokens(self) -> int:
@@ -497,7 +526,7 @@ def encode(chunk: Chunk, payload: Sequence[memoryview]) -> Record:
     n_bytes = sum(piece.nbytes for piece in pieces)
     if n_bytes != chunk.payload_bytes:
         raise ValueError(f"payload: expected {chunk.payload_bytes} bytes, got {n_bytes}")
-    head = _head(CHUNK, chunk, crc32(pieces))
+    head = _head(chunk.kind, chunk, crc32(pieces))
     return Record(chunk, (memoryview(head), *pieces))
 
 
@@ -632,7 +661,7 @@ def what_is_wrong(chunk: Chunk, buffers: Sequence[memoryview]) -> str | None:
     if head.nbytes != HEADER_BYTES + len(chunk.ids) or not head_is_whole(head):
         return "header checksum"
     wanted = Header(
-        VERSION, CHUNK, space.format.group, chunk.first_position, chunk.payload_bytes, chunk.n_tokens,
+        VERSION, chunk.kind, space.format.group, chunk.first_position, chunk.payload_bytes, chunk.n_tokens,
         header.payload_crc, header.time, chunk.key, chunk.parent, space.key, space.format.digest,
         space.format.window or 0,
     )  # fmt: skip

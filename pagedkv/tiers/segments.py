@@ -35,6 +35,16 @@ _FILE = re.compile(rf"({NAME.pattern})\.(seg|idx|new)")
 _MOST_PIECES = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 
 
+def start_of(limit: int) -> bytes:
+    """What a segment begins with."""
+    return _START.pack(_SEGMENT, VERSION, 0, limit)
+
+
+def is_start(start: bytes) -> bool:
+    """Whether a file begins as a segment does."""
+    return len(start) == START_BYTES and start[:12] == _SEGMENT + VERSION.to_bytes(4, "little")
+
+
 class Place(NamedTuple):
     """Where a record is in its segment, and what eviction wants to know of it: an entry of the index."""
 
@@ -173,10 +183,9 @@ class Segment:
         """Read what is new; returns it. OSError where a file cannot be read."""
         if not self.limit:
             start = os.pread(self.open().fd, START_BYTES, 0)
-            magic, version, _, limit = _START.unpack(start) if len(start) == START_BYTES else (b"", 0, 0, 0)
-            if magic != _SEGMENT or version != VERSION:
+            if not is_start(start):
                 return []
-            self.limit = max(limit, START_BYTES)
+            self.limit = max(_START.unpack(start)[3], START_BYTES)
         status = os.stat(self.path)
         found = self._read_index(status.st_size)
         # Behind the index: what was written by one who was killed before he said so.
@@ -289,7 +298,7 @@ class Writer:
             file = Descriptor(unnamed, flags)
             lock(file.fd)
             write_all(index.fd, [memoryview(_START.pack(_INDEX, VERSION, 0, limit))], 0)
-            write_all(file.fd, [memoryview(_START.pack(_SEGMENT, VERSION, 0, limit))], 0)
+            write_all(file.fd, [memoryview(start_of(limit))], 0)
             os.rename(unnamed, segment.path)
         except BaseException:
             for path in (unnamed, segment.path, segment.index_path):
