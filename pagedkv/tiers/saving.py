@@ -337,8 +337,14 @@ def restore_sequence(
         The file.
     stores : PagedKvStore or sequence of PagedKvStore
         Where to: one for each KV-cache group, in their order.
-    model, windows, namespace, progress : ...
-        As for `save_sequence`.
+    model : bytes
+        What it was saved under.
+    windows : sequence of int or None, optional
+        As they were when it was saved: None sees all.
+    namespace : bytes, optional
+        What it was saved under.
+    progress : callable, optional
+        Called with bytes done and bytes in all after each chunk. What it raises ends the work.
 
     Returns
     -------
