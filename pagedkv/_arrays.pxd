@@ -58,7 +58,7 @@ cdef class RowLayout:
     cdef RowFormat row                      # the same for the kernels
     cdef int typenum                        # NumPy's type of values that are taken as they are, as float32 is
 
-    # Of so many heads, whose bytes can be counted.
+    # Of so many heads; MemoryError where a row has more bytes than can be counted.
     @staticmethod
     cdef RowLayout of(object format, object n_heads, object head_dim)
     # What may be given as so many rows, for an error's text.

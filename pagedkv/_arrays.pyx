@@ -19,6 +19,7 @@ from pagedkv._kernels.simd cimport simd_dtype_number
 
 import operator
 import sys
+from functools import lru_cache
 from numbers import Rational, Real
 
 import numpy as np
@@ -233,15 +234,7 @@ cdef class RowLayout:
 
     @staticmethod
     cdef RowLayout of(object format, object n_heads, object head_dim):
-        cdef RowLayout layout = RowLayout.__new__(RowLayout)
-        cdef RowFormat* row = &layout.row
-        layout.format = format
-        layout.typenum = cnp.NPY_FLOAT32 if format.scale is not None else format.stored.num
-        row.dtype = simd_dtype_number(format.name)
-        row.n_heads = n_heads
-        row.head_dim = head_dim
-        row.row_bytes, row.head_bytes, row.scales, row.scale_bytes = format.layout(n_heads, head_dim)
-        return layout
+        return make_layout(format.name, n_heads, head_dim)
 
     cdef str wanted(self, Py_ssize_t n_layers, Py_ssize_t count):
         cdef list axes = ([n_layers] if n_layers > 1 else []) + ([count] if count >= 0 else [])
@@ -280,6 +273,22 @@ cdef class RowLayout:
         packed[:, :self.row.n_heads * self.row.head_bytes] = as_bytes(values, n_rows)
         packed[:, self.row.scales:] = as_bytes(scales, n_rows)
         return packed if count < 0 else packed.reshape(n_layers, count, self.row.row_bytes)
+
+
+@lru_cache(maxsize=64)  # they do not change, and a program has few
+def make_layout(name, n_heads, head_dim):
+    cdef RowLayout layout = RowLayout.__new__(RowLayout)
+    cdef RowFormat* row = &layout.row
+    layout.format = format = FORMATS[name]
+    sizes = format.layout(n_heads, head_dim)
+    if sizes.row_bytes > PY_SSIZE_T_MAX:
+        raise MemoryError(f"{sizes.row_bytes} bytes for a row of K or V are more than can be addressed")
+    layout.typenum = cnp.NPY_FLOAT32 if format.scale is not None else format.stored.num
+    row.dtype = simd_dtype_number(name)
+    row.n_heads = n_heads
+    row.head_dim = head_dim
+    row.row_bytes, row.head_bytes, row.scales, row.scale_bytes = sizes
+    return layout
 
 
 cdef object as_bytes(cnp.ndarray array, Py_ssize_t n_rows):
