@@ -17,9 +17,9 @@ attention reads straight through the tables. Each name below has a page of its o
 - Errors: `PagedKvError`, `PagedStoreExhausted`, `KvPoolExhausted`. Whatever raises has changed nothing.
 
 Modules of their own: `pagedkv.serving`, continuous batching; `pagedkv.shapes`, a model's layers from its configuration;
-`pagedkv.integrations.transformers` and `pagedkv.integrations.torch`. The command ``python -m pagedkv`` shows what the
-machine and the library can do. The folder ``docs`` beside this file has a page a subject, from serving to the design of
-the package.
+`pagedkv.integrations.transformers`, `pagedkv.integrations.torch` and `pagedkv.integrations.vllm`. The command
+``python -m pagedkv`` shows what the machine and the library can do. The folder ``docs`` beside this file has a page a
+subject, from serving to the design of the package.
 
 Examples
 --------

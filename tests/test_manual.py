@@ -22,6 +22,7 @@ MODULES = {
     "pagedkv.serving": pagedkv.serving.__all__,
     "pagedkv.tiers": pagedkv.tiers.__all__,
     "pagedkv.integrations.torch": ["as_rows", "as_tensor"],
+    "pagedkv.integrations.vllm": ["register"],
     "pagedkv.integrations.transformers": ["PagedCache", "PagedStores", "TokenEvent", "generate_batch"],
 }
 # Where they are defined: they are listed without what they integrate, too.
@@ -34,6 +35,7 @@ FILES = {
     ],
     "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "tier")],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
+    "pagedkv.integrations.vllm": ["pagedkv.integrations.vllm"],
     "pagedkv.integrations.transformers": [
         "pagedkv.integrations.transformers.cache",
         "pagedkv.integrations.transformers.stores",
