@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pagedkv
-from pagedkv.cli import bench, info, plan
+from pagedkv.cli import bench, info, plan, tier
 from pagedkv.cli.common import CliError
 from pagedkv.demo import cli as demo
 from pagedkv.demo.errors import DemoError
 
-COMMANDS = {"info": info, "bench": bench, "plan": plan, "demo": demo}
+COMMANDS = {"info": info, "bench": bench, "plan": plan, "tier": tier, "demo": demo}
 _EPILOG = """\
 exit codes:
   0    done
-  1    bench --compare: a figure got worse; demo --verify: a text differs; whoever read the output has gone
+  1    bench --compare: a figure got worse; demo --verify: a text differs; tier check: a record is wrong;
+       whoever read the output has gone
   2    something that you can put right: one line on stderr says what
   130  interrupted"""
 

@@ -561,9 +561,17 @@ def open_folder(path: str) -> None:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+    check_folder(path)
+
+
+def check_folder(path: str) -> None:
+    """See that a folder is a tier; ValueError where it is not. Nothing is made or changed."""
+    marker = os.path.join(path, FORMAT_FILE)
     try:
         with open(marker, "rb") as file:
             written = file.read(len(FORMAT) + 64)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"path: expected the folder of a tier, got one without a file {FORMAT_FILE}: {path}") from None
     except IsADirectoryError:
         written = b""
     if written != FORMAT:
