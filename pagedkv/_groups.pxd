@@ -14,6 +14,8 @@ cdef tuple windows_of(object store)
 cdef tuple as_sequences(object caches, object store, Py_ssize_t n_stores)
 # The same, each of them once.
 cdef tuple as_distinct_sequences(object caches, object store, Py_ssize_t n_stores)
+# A sequence of these stores: its caches. TypeError, ValueError.
+cdef tuple as_sequence(object sequence, tuple stores)
 # The PagedKvCaches of one of them.
 cdef tuple caches_of(object sequence)
 # Those of a batch, store by store.

@@ -108,6 +108,16 @@ cdef tuple as_distinct_sequences(object caches, object store, Py_ssize_t n_store
     return batch
 
 
+cdef tuple as_sequence(object sequence, tuple stores):
+    if not is_sequence(sequence, len(stores)):
+        raise TypeError(f"cache: expected a {'PagedKvCache' if len(stores) == 1 else 'ModelSequence'}, got {describe(sequence)}")
+    if not isinstance(sequence, PagedKvCache):
+        home = getattr(sequence, "stores", None)
+        if getattr(home, "stores", stores) != stores:
+            raise ValueError(f"cache: expected a sequence of the stores whose prefixes these are, got one of {home!r}")
+    return caches_of(sequence)
+
+
 cdef tuple members_of(tuple sequences, Py_ssize_t n_stores):
     cdef list members = []
     cdef Py_ssize_t g

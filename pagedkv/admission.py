@@ -133,7 +133,7 @@ def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: 
     cache : PagedKvCache, optional
         The sequence; a new one without it.
     prefix : PrefixCache, optional
-        That of the store. Without it, nothing counts as evictable.
+        That of the store, or of the model that the store is one of. Without it, nothing counts as evictable.
 
     Returns
     -------
@@ -161,7 +161,8 @@ def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: 
     >>> pagedkv.room_for(store, fork), pagedkv.room_for(store)
     (Room(now=22, with_eviction=22, ever=26), Room(now=24, with_eviction=24, ever=32))
     """
-    n_evictable = _check(store, prefix)
+    prefix = _check(store, prefix)
+    n_evictable = 0 if prefix is None else prefix.evictable_block_count
     if cache is None:
         cache = PagedKvCache()
     elif not isinstance(cache, PagedKvCache):
@@ -194,7 +195,8 @@ def plan_admission(
     waiting : iterable of Waiting
         The one whose turn it is first.
     prefix : PrefixCache, optional
-        That of the store. Without it, nothing is known of any prompt, and nothing counts as evictable.
+        That of the store, or of the model that the store is one of. Without it, nothing is known of any prompt, and
+        nothing counts as evictable.
     keep_free : int, optional
         Blocks, free or evictable, that are left for the running requests to grow into.
     overtake : bool, optional
@@ -231,7 +233,8 @@ def plan_admission(
     >>> [admission.verdict for admission in pagedkv.plan_admission(store, queue, overtake=True)]
     ['now', 'never', 'wait', 'now']
     """
-    n_evictable = _check(store, prefix)
+    prefix = _check(store, prefix)
+    n_evictable = 0 if prefix is None else prefix.evictable_block_count
     n_free = store.free_block_count
     n_kept = as_count(keep_free, "keep_free")
     pinned: set[int] = set()  # found by requests that start: no longer evictable
@@ -259,17 +262,17 @@ def plan_admission(
     return plan
 
 
-def _check(store: PagedKvStore, prefix: PrefixCache | None) -> int:
-    """Blocks that could be evicted."""
+def _check(store: PagedKvStore, prefix: PrefixCache | None) -> PrefixCache | None:
+    """The prefix cache, as far as it is the store's."""
     if not isinstance(store, PagedKvStore):
         raise TypeError(f"store: expected a PagedKvStore, got {type(store).__name__}")
     if prefix is None:
-        return 0
+        return None
     if not isinstance(prefix, PrefixCache):
         raise TypeError(f"prefix: expected a PrefixCache or None, got {type(prefix).__name__}")
-    if prefix.store is not store:
+    if store not in prefix.stores:
         raise ValueError("prefix: expected the store's own prefix cache, got another's")
-    return prefix.evictable_block_count
+    return prefix.groups[prefix.stores.index(store)]
 
 
 def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int, prefix: PrefixCache | None) -> int:
@@ -306,7 +309,7 @@ def _demand(store: PagedKvStore, prefix: PrefixCache | None, request: Waiting) -
         return n_blocks, -(-(n_most - cache.first_position) // size), cache.seq_len, set()
     if prefix is None:
         return -(-n_positions // size), -(-n_most // size), 0, set()
-    n_reused, shared, idle = prefix._look_up(ids, as_namespace(request.namespace))
+    n_reused, [(shared, idle)] = prefix._look_up(ids, as_namespace(request.namespace))
     n_dropped = min(first, n_reused) // size
     found = set(shared[n_dropped:][idle[n_dropped:]].tolist())
     return max(0, -(-n_positions // size) - len(shared)), -(-n_most // size) - n_dropped, n_reused, found

@@ -41,6 +41,8 @@ cdef class ByteBudget:
     # The same within a critical section of the budget.
     cdef int take_locked(self, const Want* wants, int n) noexcept
     cdef bint evict_one(self) noexcept
+    # So many blocks of whichever members; how many went.
+    cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept
     # Another limit: what is over it is evicted. -1, or the bytes that are needed and are more than that, and no change.
     cdef Py_ssize_t resize(self, Py_ssize_t limit) noexcept
 

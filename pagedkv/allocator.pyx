@@ -140,6 +140,13 @@ cdef class ByteBudget:
         first.collect()
         return True
 
+    cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t n_gone = 0
+        with cython.critical_section(self):
+            while n_gone < n and self.evict_one():
+                n_gone += 1
+        return n_gone
+
     cdef Py_ssize_t resize(self, Py_ssize_t limit) noexcept:
         cdef Py_ssize_t n_needed
         with cython.critical_section(self):

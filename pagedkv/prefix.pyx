@@ -3,8 +3,8 @@
 What it knows is in the books of the store's blocks (`BlockAllocator`), as a tree; here is what a caller gives and gets.
 Whatever may run the caller's code, or fail, comes first: the clock, the arrays, the numbers. Then the books change at once.
 
-A model's layers may be spread over several stores of one block size, each with its books: `attach_all` and `insert_all`
-change all of them or none. A store by itself is one of one.
+A model's layers may be spread over several stores of one block size, each with its books: a beginning is known as far as
+all of them know it, and all of them change or none. A store by itself is a model of one.
 """
 
 cimport cython
@@ -14,11 +14,12 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
+from pagedkv._groups cimport as_sequence, as_stores, windows_of
 from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree, common
 from pagedkv._radix.order cimport UNPROTECTED, radix_kind
 from pagedkv._radix.tree cimport Insertion, radix_drop
 from pagedkv.sequence cimport PagedKvCache, blocks_for, new_table
-from pagedkv.store cimport PagedKvStore, as_store
+from pagedkv.store cimport PagedKvStore
 
 import sys
 import time
@@ -28,6 +29,23 @@ import numpy as np
 
 from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
 from pagedkv.stats import PrefixStats
+
+
+# What a sequence is given in one store.
+cdef struct Share:
+    int32_t* table          # of blocks that it holds already, from the first one that is seen
+    Py_ssize_t first
+    Py_ssize_t n_blocks
+    int32_t tail            # where the rows of the last block go that match; -1 without one
+
+
+# What one store is told.
+cdef struct Told:
+    int32_t* table          # the blocks from `start` on
+    Py_ssize_t start        # positions that it has been told before
+    Py_ssize_t n            # and with these; 0 for nothing
+    Mark mark
+    Insertion insertion
 
 
 @cython.final
@@ -55,23 +73,39 @@ cdef class PrefixHandle:
     6
     """
 
-    cdef Mark mark
+    cdef Mark* marks                # in the books of each store; NULL until it is used
+    cdef Py_ssize_t n_marks
     cdef object prefixes            # a weak reference to the one cache that it is used with
     cdef bytes namespace
 
-    cdef int check_whose(self, PrefixCache prefixes, bytes namespace) except -1:
-        if self.mark.number and (self.prefixes() is not prefixes or self.namespace != namespace):
+    def __dealloc__(self):
+        free(self.marks)
+
+    cdef int make_room(self, Py_ssize_t n_stores) except -1:
+        if self.marks is NULL:
+            self.marks = <Mark*>calloc(n_stores, sizeof(Mark))
+            if self.marks is NULL:
+                raise MemoryError("cannot allocate a handle's marks")
+            self.n_marks = n_stores
+        elif self.n_marks != n_stores:
             raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
         return 0
 
-    cdef void become(self, object reference, bytes namespace, Mark mark) noexcept:
-        # At once: tokens and clocks run the caller's code, which may use the same handle for something else.
-        self.prefixes = reference
-        self.namespace = namespace
-        self.mark = mark
+    cdef int check_whose(self, PrefixCache prefixes, bytes namespace) except -1:
+        if self.prefixes is not None and self.count() and (self.prefixes() is not prefixes or self.namespace != namespace):
+            raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
+        return 0
+
+    cdef Py_ssize_t count(self) noexcept:
+        """The most tokens that one of the stores has been told of."""
+        cdef Py_ssize_t n = 0, i
+        for i in range(self.n_marks):
+            if self.marks[i].number:
+                n = max(n, self.marks[i].n)
+        return n
 
     def __repr__(self):
-        return f"PrefixHandle({self.mark.n if self.mark.number else 0} tokens)"
+        return f"PrefixHandle({self.count()} tokens)"
 
     def __reduce__(self):
         raise TypeError("PrefixHandle: cannot be copied or pickled, it belongs to one sequence")
@@ -89,15 +123,16 @@ cdef class PrefixCache:
 
     Parameters
     ----------
-    store : PagedKvStore
-        Has one prefix cache at a time, and knows it weakly: dropping this object gives its blocks back.
+    store : PagedKvStore or ModelStores
+        Has one prefix cache at a time, and knows it weakly: dropping this object gives its blocks back. `ModelStores` make
+        their own, ``prefixes``.
     clock : callable, optional
         Seconds as a float, never decreasing; what ``ttl`` is measured with; `time.monotonic` without it. It may use the
         prefix cache and the store.
     window : int, optional
         Positions that a query of the store's layers sees, itself included, as a `LayerShape` has it. Then a
         beginning is known as far as all that the next query sees is there; blocks before it may be missing. Without it a
-        query sees all.
+        query sees all. A model's stores have theirs.
 
     Raises
     ------
@@ -147,53 +182,91 @@ cdef class PrefixCache:
     """
 
     cdef object __weakref__
-    cdef PagedKvStore _store        # None until __init__ has run
+    cdef tuple homes                # the stores; None until __init__ has run
+    cdef PrefixCache owner          # of the books, of one that looks at a model's
     cdef object clock
 
     def __init__(self, store, *, clock=None, window=None):
-        cdef PagedKvStore home = as_store(store)
-        cdef Py_ssize_t n_seen = 0 if window is None else as_size(window, "window", 1, sys.maxsize)
+        cdef tuple homes = as_stores(store), windows = windows_of(store)
+        cdef PagedKvStore home
+        cdef Py_ssize_t n_known = 0, i
+        if window is not None:
+            if not isinstance(store, PagedKvStore):
+                raise ValueError("window: expected none, a model's stores have theirs")
+            windows = (window,)
+        windows = tuple([0 if seen is None else as_size(seen, "window", 1, sys.maxsize) for seen in windows])
         if clock is None:
             clock = time.monotonic
         if not callable(clock):
             raise TypeError(f"clock: expected a callable, got {describe(clock)}")
-        if self._store is not None:
+        if self.homes is not None:
             raise RuntimeError("PrefixCache: __init__ runs once")
-        home.know_prefixes(self, n_seen)
-        self._store = home
+        try:
+            for home, seen in zip(homes, windows, strict=True):
+                home.know_prefixes(self, seen)
+                n_known += 1
+        except BaseException:
+            for i in range(n_known):
+                (<PagedKvStore>homes[i]).blocks.know_nothing()
+            raise
+        self.homes = homes
         self.clock = clock
 
     def __dealloc__(self):
-        if self._store is not None:
-            self._store.blocks.know_nothing()
+        cdef Py_ssize_t i
+        if self.homes is not None and self.owner is None:
+            for i in range(len(self.homes)):
+                self.at(i).blocks.know_nothing()
+
+    cdef inline PagedKvStore at(self, Py_ssize_t i):
+        return <PagedKvStore>self.homes[i]
 
     def __repr__(self):
         self.check_made()
-        return (f"{type(self).__name__}(blocks={self._store.blocks.tree.n_held}, evictable={self.evictable_block_count}, "
-                f"store={self._store!r})")
+        held = sum([(<PagedKvStore>store).blocks.tree.n_held for store in self.homes])
+        whose = f"store={self.homes[0]!r}" if len(self.homes) == 1 else f"stores={self.homes!r}"
+        return f"{type(self).__name__}(blocks={held}, evictable={self.evictable_block_count}, {whose})"
 
     def __reduce__(self):
         raise TypeError("PrefixCache: cannot be copied or pickled, it holds blocks of a store by id")
 
     @property
     def store(self):
-        """The store whose blocks these are."""
-        return self._store
+        """The store whose blocks these are; of a model's `stores` the first, and `groups` has one for each."""
+        return None if self.homes is None else self.homes[0]
+
+    @property
+    def stores(self):
+        """The stores whose blocks these are: a tuple of `PagedKvStore`."""
+        return self.homes
+
+    @property
+    def groups(self):
+        """One for each of a model's `stores`, which looks at what that store knows, and changes it alone."""
+        self.check_made()
+        return tuple([self.look_at(store) for store in self.homes])
+
+    cdef PrefixCache look_at(self, PagedKvStore store):
+        cdef PrefixCache other = PrefixCache.__new__(PrefixCache)
+        other.owner = self if self.owner is None else self.owner
+        other.clock = self.clock
+        other.homes = (store,)
+        return other
 
     @property
     def window(self):
-        """Positions that a query sees, itself included; None for all."""
+        """Positions that a query of the `store`'s layers sees, itself included; None for all."""
         self.check_made()
-        return self._store.blocks.tree.window or None
+        return self.at(0).blocks.tree.window or None
 
     @property
     def evictable_block_count(self):
         """Blocks that could be given up now: nobody else holds them, and no ``ttl`` protects them. O(1)."""
         self._end_terms()
-        return self._store.blocks.count_evictable()
+        return sum([(<PagedKvStore>store).blocks.count_evictable() for store in self.homes])
 
     def is_evictable(self, block):
-        """Whether a block is one of those that could be given up now.
+        """Whether a block of the `store` is one of those that could be given up now.
 
         Parameters
         ----------
@@ -210,16 +283,18 @@ cdef class PrefixCache:
             ``block`` is no integer, or out of range.
         """
         self._end_terms()
-        cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
-        return self._store.blocks.is_idle(<int32_t>id)
+        cdef PagedKvStore store = self.at(0)
+        cdef Py_ssize_t id = as_index(block, "block", store.blocks.total)
+        return store.blocks.is_idle(<int32_t>id)
 
     def _is_evictable_without_one(self, block):
         """Whether a block could be given up if one more of its holders let go."""
         self._end_terms()
-        cdef Py_ssize_t id = as_index(block, "block", self._store.blocks.total)
+        cdef PagedKvStore store = self.at(0)
+        cdef Py_ssize_t id = as_index(block, "block", store.blocks.total)
         cdef bint idle
-        with cython.critical_section(self._store.budget):
-            idle = (self._store.blocks.counts[id] == 2 and radix_kind(self._store.blocks.tree, <int32_t>id) == UNPROTECTED)
+        with cython.critical_section(store.budget):
+            idle = store.blocks.counts[id] == 2 and radix_kind(store.blocks.tree, <int32_t>id) == UNPROTECTED
         return idle
 
     # --- reading ---
@@ -247,23 +322,20 @@ cdef class PrefixCache:
         self.check_made()
         cdef const int64_t[::1] ids = as_token_ids(tokens)
         cdef bytes name = as_namespace(namespace)
-        return self._store.blocks.match(key_of(name, ids, ids.shape[0] - 1), NULL)
+        return match_all(self.homes, key_of(name, ids, ids.shape[0] - 1))
 
     def match_blocks(self, tokens, *, namespace=None):
         """The ids of the whole blocks that `attach` would share: int32 ``[match(tokens) // block_size]``.
 
-        -1 stands for those that a ``window`` has left behind. They are not retained: another thread may evict them as soon
-        as this returns.
+        Those of the `store`, where a model has several. -1 stands for those that a ``window`` has left behind. They are
+        not retained: another thread may evict them as soon as this returns.
 
         Arguments and errors as for `match`.
         """
         self.check_made()
         cdef const int64_t[::1] ids = as_token_ids(tokens)
         cdef bytes name = as_namespace(namespace)
-        blocks = empty_ids(ids.shape[0] // self._store.block_size + 1)
-        cdef int32_t[::1] table = blocks
-        cdef Py_ssize_t n = self._store.blocks.match(key_of(name, ids, ids.shape[0] - 1), &table[0])
-        return blocks[:n // self._store.block_size]
+        return self.find(name, ids)[1][0][0]
 
     def attach(self, cache, tokens, *, namespace=None):
         """Start an empty sequence on the longest beginning of ``tokens`` that is known.
@@ -274,7 +346,7 @@ cdef class PrefixCache:
 
         Parameters
         ----------
-        cache : PagedKvCache
+        cache : PagedKvCache or ModelSequence
             Holds no blocks. It will have ``seq_len`` positions: what is returned.
         tokens : list, tuple, range or integer array ``[n]``
             A prompt's token ids, 0 to 2**63 - 1.
@@ -293,29 +365,39 @@ cdef class PrefixCache:
         RuntimeError
             The cache is in use by a running call.
         """
+        self.check_made()
         ids, name = as_token_ids(tokens), as_namespace(namespace)
-        if not isinstance(cache, PagedKvCache):
-            raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
-        return attach_all((self,), (cache,), ids, name)
+        return self.attach_all(as_sequence(cache, self.homes), ids, name)
 
     # --- reading, of tokens that are checked ---
 
-    def _match(self, const int64_t[::1] ids not None, Py_ssize_t n_most, bytes name):
-        """`match` among the first `n_most` tokens, of which none has to be left."""
+    def _match(self, const int64_t[::1] ids not None, bytes name):
+        """`match`."""
         self.check_made()
-        return self._store.blocks.match(key_of(name, ids, min(n_most, ids.shape[0])), NULL)
+        return match_all(self.homes, key_of(name, ids, ids.shape[0] - 1))
 
     def _look_up(self, const int64_t[::1] ids not None, bytes name):
-        """`match`, `match_blocks`, and for each of these blocks whether it could be given up now."""
+        """`match`, and for each store `match_blocks` and for each of these blocks whether it could be given up now."""
         self._end_terms()
-        blocks = empty_ids(ids.shape[0] // self._store.block_size + 1)
-        idle = np.zeros(len(blocks), bool)
-        cdef int32_t[::1] table = blocks
-        cdef unsigned char[::1] marks = idle.view(np.uint8)
-        cdef Py_ssize_t n = self._store.blocks.match(key_of(name, ids, ids.shape[0] - 1), &table[0])
-        cdef Py_ssize_t n_whole = n // self._store.block_size
-        self._store.blocks.mark_idle(&table[0], n_whole, &marks[0])
-        return n, blocks[:n_whole], idle[:n_whole]
+        return self.find(name, ids)
+
+    cdef tuple find(self, bytes name, const int64_t[::1] ids):
+        cdef Py_ssize_t size = self.at(0).block_size, n_known = ids.shape[0] - 1, n
+        cdef PagedKvStore store
+        cdef int32_t[::1] table
+        cdef unsigned char[::1] marks
+        cdef list found = []
+        if len(self.homes) > 1:
+            n_known = match_all(self.homes, key_of(name, ids, n_known))
+        for store in self.homes:
+            blocks = empty_ids(ids.shape[0] // size + 1)
+            idle = np.zeros(len(blocks), bool)
+            table, marks = blocks, idle.view(np.uint8)
+            n = store.blocks.match(key_of(name, ids, n_known), &table[0])
+            store.blocks.mark_idle(&table[0], n // size, &marks[0])
+            found.append((blocks[:n // size], idle[:n // size]))
+            n_known = min(n_known, n)
+        return max(n_known, 0), tuple(found)
 
     # --- changing ---
 
@@ -327,7 +409,7 @@ cdef class PrefixCache:
         tokens : list, tuple, range or integer array ``[n]``
             What the sequence's positions were computed from. Only blocks that lie wholly within both ``n`` and
             ``seq_len`` are taken; what is known already stays as it is.
-        cache : PagedKvCache
+        cache : PagedKvCache or ModelSequence
             A sequence of the store. Blocks that `PagedKvCache.drop_before` gave back cannot be inserted any more: without
             a ``window``, such a sequence can only continue what is known up to there, or else nothing is inserted.
         namespace : bytes, optional
@@ -345,7 +427,7 @@ cdef class PrefixCache:
         Returns
         -------
         int
-            Blocks that were new under these tokens, or had been missing.
+            Blocks that were new under these tokens, or had been missing; of a model, in all stores together.
 
         Raises
         ------
@@ -355,11 +437,12 @@ cdef class PrefixCache:
         """
         self.check_made()
         cdef bytes name = as_namespace(namespace)
-        if not isinstance(cache, PagedKvCache):
-            raise TypeError(f"cache: expected a PagedKvCache, got {describe(cache)}")
+        cdef tuple caches = as_sequence(cache, self.homes)
         cdef int64_t rank = as_size(priority, "priority", -sys.maxsize, sys.maxsize)
         cdef object seconds = as_ttl(ttl)
-        return insert_all((self,), (cache,), tokens, name, rank, seconds, (handle,))
+        if handle is not None and not isinstance(handle, PrefixHandle):
+            raise TypeError(f"handle: expected a PrefixHandle or None, got {describe(handle)}")
+        return self.insert_all(caches, tokens, name, rank, seconds, handle)
 
     def evict(self, n):
         """Give up to ``n`` blocks back to the store, in the order of eviction.
@@ -381,7 +464,7 @@ cdef class PrefixCache:
         """
         cdef Py_ssize_t n_wanted = as_count(n, "n")
         self._end_terms()
-        return self.gone(self._store.blocks.evict(n_wanted))
+        return self.gone(self.at(0).blocks.evict(n_wanted) if len(self.homes) == 1 else self.at(0).budget.evict(n_wanted))
 
     def forget(self, tokens, *, namespace=None, start=0):
         """Forget the blocks of these tokens, and all that continues them, protected or not: K/V that turned out to be wrong.
@@ -412,7 +495,11 @@ cdef class PrefixCache:
         cdef const int64_t[::1] ids = as_token_ids(tokens)
         cdef bytes name = as_namespace(namespace)
         cdef Py_ssize_t first = as_count(start, "start")
-        return self.gone(self._store.blocks.forget(key_of(name, ids, ids.shape[0]), first))
+        cdef Key key = key_of(name, ids, ids.shape[0])
+        cdef Py_ssize_t n = 0
+        for store in self.homes:
+            n += (<PagedKvStore>store).blocks.forget(key, first)
+        return self.gone(n)
 
     def clear(self, *, namespace=...):
         """Forget one namespace, or all of them, protected or not. What sequences hold stays theirs.
@@ -433,40 +520,47 @@ cdef class PrefixCache:
             ``namespace`` is no bytes and not None.
         """
         self.check_made()
-        cdef bytes name
-        cdef Key key
-        if namespace is ...:
-            return self.gone(self._store.blocks.clear(NULL))
-        name = as_namespace(namespace)
-        key = key_of_all(name)
-        return self.gone(self._store.blocks.clear(&key))
+        cdef bytes name = None if namespace is ... else as_namespace(namespace)
+        cdef Key key = key_of_all(name)
+        cdef Key* which = NULL if namespace is ... else &key
+        cdef Py_ssize_t n = 0, i
+        for i in range(len(self.homes)):
+            n += self.at(i).blocks.clear(which)
+        return self.gone(n)
 
     cdef Py_ssize_t gone(self, Py_ssize_t n) except -1:
-        self._store.after_change()
+        for store in self.homes:
+            (<PagedKvStore>store).after_change()
         return n
 
     # --- looking after it ---
 
     def stats(self):
-        """Counters as a `PrefixStats`. O(1)."""
+        """Counters as a `PrefixStats`. O(1). Blocks are those of all stores; tokens and namespaces are counted once."""
         self._end_terms()
         cdef RadixTree tree
-        with cython.critical_section(self._store.budget):
-            tree = self._store.blocks.tree[0]
-        return PrefixStats(
-            blocks_held=tree.n_held, evictable_blocks=tree.n_evictable, namespaces=tree.n_namespaces,
-            hit_tokens=tree.hit_tokens, missed_tokens=tree.missed_tokens,
-            blocks_inserted=tree.inserted, blocks_evicted=tree.evicted)
+        cdef PagedKvStore store
+        cdef Py_ssize_t held = 0, evictable = 0, names = 0, hit = 0, missed = 0, inserted = 0, evicted = 0
+        for store in self.homes:
+            with cython.critical_section(store.budget):
+                tree = store.blocks.tree[0]
+            held += tree.n_held
+            evictable += tree.n_evictable
+            names, hit, missed = max(names, tree.n_namespaces), max(hit, tree.hit_tokens), max(missed, tree.missed_tokens)
+            inserted += tree.inserted
+            evicted += tree.evicted
+        return PrefixStats(held, evictable, names, hit, missed, inserted, evicted)
 
     def check(self):
         """Raise `PagedKvError` if the books do not balance, the store's included. Walks over everything."""
         self.check_made()
-        self._store.check()
+        for store in self.homes:
+            store.check()
 
     # --- what may run the caller's code, before anything is changed ---
 
     cdef int check_made(self) except -1:
-        if self._store is None:
+        if self.homes is None:
             raise RuntimeError("PrefixCache: __init__ has not run")
         return 0
 
@@ -478,7 +572,8 @@ cdef class PrefixCache:
         cdef double seconds = float(given)
         if isnan(seconds):
             raise ValueError("clock: expected seconds as a float, got nan")
-        self._store.blocks.end_terms(seconds)
+        for store in self.homes:
+            (<PagedKvStore>store).blocks.end_terms(seconds)
         return seconds
 
     cdef double end_of(self, object seconds) except? -1:
@@ -491,7 +586,122 @@ cdef class PrefixCache:
     cpdef double _end_terms(self) except? -1:
         """Let go of what was protected until now."""
         self.check_made()
-        return self.now() if self._store.blocks.has_terms() else 0
+        for store in self.homes:
+            if (<PagedKvStore>store).blocks.has_terms():
+                return self.now()
+        return 0
+
+    # --- starting on what is known ---
+
+    cdef Py_ssize_t attach_all(self, tuple caches, const int64_t[::1] ids, bytes name) except -1:
+        """Start an empty cache of each store on what all of them know of these tokens, but for the last one."""
+        cdef Py_ssize_t n_stores = len(self.homes), n_locked = 0, n = 0, i
+        cdef Share* shares = <Share*>calloc(n_stores, sizeof(Share))
+        cdef PagedKvCache cache
+        if shares is NULL:
+            raise MemoryError("cannot allocate what is shared")
+        try:
+            self._end_terms()
+            for i in range(n_stores):
+                cache = caches[i]
+                cache.lock_write()
+                n_locked += 1
+                if cache.n_blocks:
+                    raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
+                shares[i].tail = -1
+                shares[i].table = new_table(max(ids.shape[0] - 1, 0) // self.at(i).block_size + 1)
+            n = hold_all(self.homes, shares, key_of(name, ids, ids.shape[0] - 1))
+            for i in range(n_stores):
+                self.at(i).blocks.use(key_of(name, ids, n), ids.shape[0])
+                (<PagedKvCache>caches[i]).become(self.at(i), shares[i].table, shares[i].n_blocks, shares[i].first, n,
+                                                 self.at(i).block_size)
+                shares[i].table = NULL
+        finally:
+            for i in range(n_locked):
+                if shares[i].table is not NULL:
+                    let_go(self.at(i), &shares[i])
+                    free(shares[i].table)
+                (<PagedKvCache>caches[i]).end_write()
+            free(shares)
+        return self.gone(n)
+
+    # --- remembering ---
+
+    cdef Py_ssize_t insert_all(self, tuple caches, object tokens, bytes name, int64_t priority, object seconds,
+                               PrefixHandle handle) except -1:
+        """Let each store know the whole blocks of its cache under these tokens; how many were new in all of them."""
+        cdef Py_ssize_t n_stores = len(self.homes), n_new = -2, i
+        cdef Told* told = <Told*>calloc(n_stores, sizeof(Told))
+        if told is NULL:
+            raise MemoryError("cannot allocate what is inserted")
+        try:
+            reference = weakref.ref(self)
+            if handle is not None:
+                handle.make_room(n_stores)
+            while n_new < 0:
+                if handle is not None:
+                    handle.check_whose(self, name)
+                for i in range(n_stores):
+                    told[i].mark.number = 0
+                    if handle is not None:
+                        told[i].mark = handle.marks[i]
+                    told[i].start = told[i].mark.n if told[i].mark.number else 0
+                n_new = self.insert_after(caches, tokens, name, priority, seconds, told)
+                if n_new < 0:  # evicted since, or cleared: the tokens are looked at once more
+                    handle.marks[-2 - n_new].number = 0
+            if handle is not None:
+                # At once: tokens and clocks run the caller's code, which may use the same handle for something else.
+                handle.prefixes = reference
+                handle.namespace = name
+                for i in range(n_stores):
+                    handle.marks[i] = told[i].mark
+        finally:
+            free(told)
+        return self.gone(n_new)
+
+    cdef Py_ssize_t insert_after(self, tuple caches, object tokens, bytes name, int64_t priority, object seconds,
+                                 Told* told) except -1:
+        """How many blocks were new; what all stores have been told of is not looked at.
+
+        -2 or less where what a mark stands for is not known any more, the first one's or a later one's; and nothing was
+        changed.
+        """
+        cdef Py_ssize_t n_stores = len(self.homes), n_new = 0, before = told[0].start, n_tokens, n_given, i
+        cdef const int64_t[::1] ids
+        cdef double expires
+        for i in range(n_stores):
+            before = min(before, told[i].start)
+        ids = as_token_ids(tokens[before:] if before else tokens)
+        n_tokens = before + ids.shape[0]
+        n_given = len(tokens) if before else n_tokens
+        try:
+            expires = self.end_of(seconds)
+            for i in range(n_stores):
+                if min(n_tokens, n_given) < told[i].start:
+                    raise ValueError(f"tokens: expected the {told[i].start} that were inserted by this handle and what "
+                                     f"follows, got {n_given}")
+                told[i].table = new_table((n_tokens - told[i].start) // self.at(i).block_size + 1)
+                if self.at(i).debug:
+                    check_finite(self.at(i), caches[i], told[i].start, n_tokens)
+            # From here on nobody else runs, and the sequences are what they are.
+            for i in range(n_stores):
+                look_at(self.at(i), caches[i], n_tokens, &told[i])
+            for i in range(n_stores):
+                if told[i].n and self.at(i).blocks.prepare_insert(
+                        rest_of(name, ids, before, &told[i]), told[i].table, priority, expires, &told[i].mark,
+                        &told[i].insertion) < 0:
+                    return -2 - i
+            for i in range(n_stores):
+                if told[i].n:
+                    n_new += self.at(i).blocks.insert(
+                        rest_of(name, ids, before, &told[i]), told[i].table, priority, expires, &told[i].mark,
+                        &told[i].insertion)
+        finally:
+            for i in range(n_stores):
+                radix_drop(&told[i].insertion)
+                free(told[i].table)
+                told[i].table = NULL
+        return n_new
 
 
 cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:
@@ -521,73 +731,37 @@ def common_length(const int64_t[::1] a not None, const int64_t[::1] b not None):
 
 # --- starting on what is known, in several stores -----------------------------------------------------
 
-# What a sequence is given in one store.
-cdef struct Share:
-    int32_t* table          # of blocks that it holds already, from the first one that is seen
-    Py_ssize_t first
-    Py_ssize_t n_blocks
-    int32_t tail            # where the rows of the last block go that match; -1 without one
+cdef Py_ssize_t match_all(tuple stores, Key key) noexcept:
+    """The longest beginning that all stores know at once, of the key at most."""
+    # Where a window is, a beginning of what is of use need not be: each is asked again until all say the same.
+    cdef Py_ssize_t n_stores = len(stores), n_agreed = 0, n, i = 0
+    while n_agreed < n_stores:
+        n = (<PagedKvStore>stores[i]).blocks.match(key, NULL)
+        n_agreed = n_agreed + 1 if n == key.n else 1
+        key.n = n
+        i = (i + 1) % n_stores
+    return key.n
 
 
-def attach_all(tuple prefixes not None, tuple caches not None, const int64_t[::1] ids not None, bytes name):
-    """Start an empty cache of each store on what all prefix caches know of these tokens; how many that are.
-
-    One at least is left. Stores have one block size. Whatever raises has changed none of them.
-    """
-    cdef Py_ssize_t n_stores = len(prefixes), n_locked = 0, n = 0, i
-    cdef Share* shares = <Share*>calloc(max(n_stores, 1), sizeof(Share))
-    cdef PrefixCache prefix
-    cdef PagedKvCache cache
-    if shares is NULL:
-        raise MemoryError("cannot allocate what is shared")
-    try:
-        for prefix in prefixes:
-            prefix._end_terms()
-        for i in range(n_stores):
-            prefix, cache = prefixes[i], caches[i]
-            cache.lock_write()
-            n_locked += 1
-            if cache.n_blocks:
-                raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
-            shares[i].tail = -1
-            shares[i].table = new_table(max(ids.shape[0] - 1, 0) // prefix._store.block_size + 1)
-        n = hold_all(prefixes, shares, key_of(name, ids, ids.shape[0] - 1))
-        for i in range(n_stores):
-            prefix, cache = <PrefixCache>prefixes[i], <PagedKvCache>caches[i]
-            prefix._store.blocks.use(key_of(name, ids, n), ids.shape[0])
-            cache.become(prefix._store, shares[i].table, shares[i].n_blocks, shares[i].first, n, prefix._store.block_size)
-            shares[i].table = NULL
-    finally:
-        for i in range(n_locked):
-            if shares[i].table is not NULL:
-                let_go((<PrefixCache>prefixes[i])._store, &shares[i])
-                free(shares[i].table)
-            (<PagedKvCache>caches[i]).end_write()
-        free(shares)
-    for prefix in prefixes:
-        prefix._store.after_change()
-    return n
-
-
-cdef Py_ssize_t hold_all(tuple prefixes, Share* shares, Key key) except -1:
+cdef Py_ssize_t hold_all(tuple stores, Share* shares, Key key) except -1:
     """One more holder for the blocks of what all stores know, and a copy of the last one where that is known in part."""
-    cdef Py_ssize_t n_stores = len(prefixes), size, i
+    cdef Py_ssize_t n_stores = len(stores), size, i
     cdef PagedKvStore store
     cdef int32_t source
     cdef bint enough = True
-    key.n = hold_common(prefixes, shares, key)
-    size = (<PrefixCache>prefixes[0])._store.block_size if n_stores else 1
+    key.n = hold_common(stores, shares, key)
+    size = (<PagedKvStore>stores[0]).block_size
     if key.n % size:  # a copy in each store, or in none: what one cannot have the others need not
         for i in range(n_stores):
-            enough = enough and (<PrefixCache>prefixes[i])._store.blocks.try_take(&shares[i].tail, 1)
+            enough = enough and (<PagedKvStore>stores[i]).blocks.try_take(&shares[i].tail, 1)
         if not enough:
             for i in range(n_stores):
                 if shares[i].tail >= 0:
-                    (<PrefixCache>prefixes[i])._store.drop(&shares[i].tail, 1)
+                    (<PagedKvStore>stores[i]).drop(&shares[i].tail, 1)
                     shares[i].tail = -1
-            key.n = hold_common(prefixes, shares, key_until(key, key.n - key.n % size))  # whole blocks now
+            key.n = hold_common(stores, shares, key_until(key, key.n - key.n % size))  # whole blocks now
     for i in range(n_stores):
-        store = (<PrefixCache>prefixes[i])._store
+        store = <PagedKvStore>stores[i]
         if shares[i].tail >= 0:
             source = shares[i].table[shares[i].n_blocks - 1]
             shares[i].table[shares[i].n_blocks - 1] = shares[i].tail
@@ -596,13 +770,13 @@ cdef Py_ssize_t hold_all(tuple prefixes, Share* shares, Key key) except -1:
     return key.n
 
 
-cdef Py_ssize_t hold_common(tuple prefixes, Share* shares, Key key) except -1:
+cdef Py_ssize_t hold_common(tuple stores, Share* shares, Key key) except -1:
     """The longest beginning that all stores know at once, of the key at most: its blocks have one more holder in each."""
-    # Where a window is, a beginning of what is of use need not be: each is asked again until all say the same.
-    cdef Py_ssize_t n_stores = len(prefixes), n_agreed = 0, n, i = 0
+    # As `match_all`.
+    cdef Py_ssize_t n_stores = len(stores), n_agreed = 0, n, i = 0
     cdef PagedKvStore store
     while n_agreed < n_stores:
-        store = (<PrefixCache>prefixes[i])._store
+        store = <PagedKvStore>stores[i]
         let_go(store, &shares[i])
         n = store.blocks.hold(key, shares[i].table, &shares[i].first)
         shares[i].n_blocks = blocks_for(n, store.block_size)
@@ -623,100 +797,6 @@ cdef Key key_until(Key key, Py_ssize_t n) noexcept:
 
 
 # --- remembering, in several stores ------------------------------------------------------------------
-
-# What one store is told.
-cdef struct Told:
-    int32_t* table          # the blocks from `start` on
-    Py_ssize_t start        # positions that it has been told before
-    Py_ssize_t n            # and with these; 0 for nothing
-    double expires
-    Mark mark
-    Insertion insertion
-
-
-def insert_all(tuple prefixes not None, tuple caches not None, tokens, bytes name, int64_t priority, object seconds,
-               tuple handles not None):
-    """Let each prefix cache know the whole blocks of its cache under these tokens; how many were new in all of them.
-
-    `handles` say how far they have been inserted before: a PrefixHandle or None each. Whatever raises has changed none.
-    """
-    cdef Py_ssize_t n_stores = len(prefixes), n_new = -2, i
-    cdef list references = [None] * n_stores
-    cdef Told* told = <Told*>calloc(max(n_stores, 1), sizeof(Told))
-    cdef PrefixCache prefix
-    cdef PrefixHandle handle
-    if told is NULL:
-        raise MemoryError("cannot allocate what is inserted")
-    try:
-        for i in range(n_stores):
-            references[i] = weakref.ref(prefixes[i])
-            if handles[i] is not None and not isinstance(handles[i], PrefixHandle):
-                raise TypeError(f"handle: expected a PrefixHandle or None, got {describe(handles[i])}")
-        while n_new < 0:
-            for i in range(n_stores):
-                prefix, handle = prefixes[i], handles[i]
-                told[i].mark.number = 0
-                if handle is not None:
-                    handle.check_whose(prefix, name)
-                    told[i].mark = handle.mark
-                told[i].start = told[i].mark.n if told[i].mark.number else 0
-            n_new = insert_after(prefixes, caches, tokens, name, priority, seconds, told)
-            if n_new < 0:  # evicted since, or cleared: the tokens are looked at once more
-                (<PrefixHandle>handles[-2 - n_new]).mark.number = 0
-        for i in range(n_stores):
-            if handles[i] is not None:
-                (<PrefixHandle>handles[i]).become(references[i], name, told[i].mark)
-    finally:
-        free(told)
-    for prefix in prefixes:
-        prefix._store.after_change()
-    return n_new
-
-
-cdef Py_ssize_t insert_after(tuple prefixes, tuple caches, object tokens, bytes name, int64_t priority, object seconds,
-                             Told* told) except -1:
-    """How many blocks were new; what all stores have been told of is not looked at.
-
-    -2 or less where what a mark stands for is not known any more, the first one's or a later one's; and nothing was changed.
-    """
-    cdef Py_ssize_t n_stores = len(prefixes), n_new = 0, before = told[0].start, n_tokens, n_given, i
-    cdef const int64_t[::1] ids
-    cdef PrefixCache prefix
-    for i in range(n_stores):
-        before = min(before, told[i].start)
-    ids = as_token_ids(tokens[before:] if before else tokens)
-    n_tokens = before + ids.shape[0]
-    n_given = len(tokens) if before else n_tokens
-    try:
-        for i in range(n_stores):
-            if min(n_tokens, n_given) < told[i].start:
-                raise ValueError(f"tokens: expected the {told[i].start} that were inserted by this handle and what follows, "
-                                 f"got {n_given}")
-            prefix = <PrefixCache>prefixes[i]
-            told[i].table = new_table((n_tokens - told[i].start) // prefix._store.block_size + 1)
-            told[i].expires = prefix.end_of(seconds)
-            if prefix._store.debug:
-                check_finite(prefix._store, caches[i], told[i].start, n_tokens)
-        # From here on nobody else runs, and the sequences are what they are.
-        for i in range(n_stores):
-            look_at((<PrefixCache>prefixes[i])._store, caches[i], n_tokens, &told[i])
-        for i in range(n_stores):
-            if told[i].n and (<PrefixCache>prefixes[i])._store.blocks.prepare_insert(
-                    rest_of(name, ids, before, &told[i]), told[i].table, priority, told[i].expires, &told[i].mark,
-                    &told[i].insertion) < 0:
-                return -2 - i
-        for i in range(n_stores):
-            if told[i].n:
-                n_new += (<PrefixCache>prefixes[i])._store.blocks.insert(
-                    rest_of(name, ids, before, &told[i]), told[i].table, priority, told[i].expires, &told[i].mark,
-                    &told[i].insertion)
-    finally:
-        for i in range(n_stores):
-            radix_drop(&told[i].insertion)
-            free(told[i].table)
-            told[i].table = NULL
-    return n_new
-
 
 cdef int look_at(PagedKvStore store, PagedKvCache cache, Py_ssize_t n_tokens, Told* told) except -1:
     """The blocks of a sequence that this store can be told of."""

@@ -275,6 +275,12 @@ prefault=False, debug=False)\n--\n
         return self.blocks.n_free()
 
     @property
+    def evictable_block_count(self):
+        """Held blocks that the store's `PrefixCache` could give up now; 0 without one. O(1)."""
+        self.end_terms()
+        return self.blocks.count_evictable()
+
+    @property
     def k_width(self):
         """Values of a K row of one layer: ``n_kv_heads * head_dim``."""
         return self.k.n_heads * self.k.head_dim

@@ -17,7 +17,8 @@ ACTS = []
 
 def model_world(total_blocks=24, block_size=4):
     stores = ModelStores(SHAPES, total_blocks, block_size=block_size)
-    places = [Place(group.store, group.prefix, group.layers) for group in stores.groups]
+    each = zip(stores.groups, stores.prefixes.groups, strict=True)
+    places = [Place(group.store, prefixes, group.layers) for group, prefixes in each]
     return World(places, WorldClock(), model=stores)
 
 
@@ -183,7 +184,7 @@ def _(world):
     return [whole.drop_unneeded, whole.release]
 
 
-@act_of("ModelPrefixes: attach")
+@act_of("PrefixCache of a model: attach")
 def _(world):
     know(world, text(1, 18))
     know(world, text(1, 10) + text(2, 9))
@@ -192,7 +193,7 @@ def _(world):
     return [lambda: attach(a, text(1, 10) + text(3, 4)), lambda: attach(b, text(1, 18) + text(3, 4))]
 
 
-@act_of("ModelPrefixes: attach where a store knows less")
+@act_of("PrefixCache of a model: attach where a store knows less")
 def _(world):
     know(world, text(1, 30))
     world.places[1].prefixes.evict(3)
@@ -200,14 +201,14 @@ def _(world):
     return [lambda: world.model.prefixes.attach(whole, text(1, 30) + text(3, 4))]
 
 
-@act_of("ModelPrefixes: insert", again=True)
+@act_of("PrefixCache of a model: insert", again=True)
 def _(world):
     whole = start(world, "a", text(1, 30), 30)
     world.may_know(text(1, 30))
     return [lambda: world.model.prefixes.insert(text(1, 30), whole)]
 
 
-@act_of("ModelPrefixes: clear", again=True)
+@act_of("PrefixCache of a model: clear", again=True)
 def _(world):
     know(world, text(1, 30))
     know(world, text(2, 30), b"other")

@@ -175,4 +175,4 @@ def all_given_back(served):
     wait_until(lambda: not served.worker._open)
     assert served.scheduler.is_idle
     for group in served.stores.groups:
-        assert group.store.free_block_count + group.prefix.evictable_block_count == group.store.total_blocks
+        assert group.store.free_block_count + group.store.evictable_block_count == group.store.total_blocks

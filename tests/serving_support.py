@@ -36,9 +36,9 @@ def run(served, most_steps=2000):
 
 def check(served):
     """The books balance."""
+    served.stores.prefixes.check()
     for number, group in enumerate(served.stores.groups):
         group.store.check([request.sequence.caches[number] for request in served.scheduler.running])
-        group.prefix.check()
 
 
 def assert_all_free(served):

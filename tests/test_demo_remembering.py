@@ -51,7 +51,7 @@ def test_the_books_of_a_store_that_remembers(model):
     steps(served)
     for group in served.stores.groups:
         assert group.store.free_block_count == 64 - 6
-        assert group.prefix.evictable_block_count == 6
+        assert group.store.evictable_block_count == 6
     assert (served.scheduler.counts.positions_reused, served.scheduler.counts.positions_missed) == (0, 20)
     served.engine.close()
     assert_all_free(served)
@@ -63,7 +63,7 @@ def test_what_is_remembered_makes_room(model):
         request = served.engine.submit(tokens(40, seed=seed), 8)
         steps(served)
         assert request.generated == alone(model, tokens(40, seed=seed), 8)
-    assert all(group.prefix.stats().blocks_evicted for group in served.stores.groups)
+    assert all(prefixes.stats().blocks_evicted for prefixes in served.stores.prefixes.groups)
     run(served)
 
 

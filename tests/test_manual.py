@@ -30,7 +30,7 @@ FILES = {
     "pagedkv.shapes": ["pagedkv.shapes.layers", "pagedkv.shapes.reading"],
     "pagedkv.serving": [
         *(f"pagedkv.serving.{part}" for part in ("counts", "requests", "scheduler", "tokens")),
-        *(f"pagedkv.groups.{part}" for part in ("prefixes", "sequence", "stores")),
+        *(f"pagedkv.groups.{part}" for part in ("sequence", "stores")),
         "pagedkv.shapes.layers",
     ],
     "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "tier")],
@@ -197,7 +197,7 @@ def annotations(name, method):
 def test_annotations_are_found():
     assert annotations("paged_attention", None)[0]["q"] == "_Floats"
     assert annotations("PagedKvStore", "acquire") == ({"n": "SupportsIndex"}, "list[int]")
-    assert annotations("PrefixCache", None)[0]["store"] == "PagedKvStore"
+    assert annotations("PrefixCache", None)[0]["store"] == "PagedKvStore | _Groups"
 
 
 # --- what every page has ----------------------------------------------------------------------------------

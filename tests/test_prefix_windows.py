@@ -314,13 +314,13 @@ def test_the_greatest_length_that_all_stores_can_serve(seed):
     chance = random.Random(seed)
     stores = make_stores(96, MIXED)
     told = [[], [], []]
-    assert [cache.window for cache in stores.prefixes.caches] == [None, 5, 9]
+    assert [cache.window for cache in stores.prefixes.groups] == [None, 5, 9]
     for _ in range(10):
         tokens = [chance.randrange(2) if i < 4 else i for i in range(chance.randrange(8, 28))]
         sequence = computed(stores, tokens)
         whole = len(tokens) // SIZE * SIZE
         for group, prefix, cache, known in zip(
-            stores.groups, stores.prefixes.caches, sequence.caches, told, strict=True
+            stores.groups, stores.prefixes.groups, sequence.caches, told, strict=True
         ):
             if group.window and chance.random() < 0.5:
                 cache.drop_before(group.store, chance.randrange(len(tokens)))
@@ -335,7 +335,7 @@ def test_the_greatest_length_that_all_stores_can_serve(seed):
             n for n in range(len(tokens)) if all(any(k[:n] == tokens[:n] for k in [[], *known]) for known in told)
         )
         lengths = [n for n in range(most + 1) if n % SIZE == 0 or n == most]
-        lengths = [n for n in lengths if all(c.match(tokens[: n + 1]) == n for c in stores.prefixes.caches)]
+        lengths = [n for n in lengths if all(c.match(tokens[: n + 1]) == n for c in stores.prefixes.groups)]
         assert stores.prefixes.match(tokens) == max(lengths)
         sequence = ModelSequence(stores)
         assert stores.prefixes.attach(sequence, tokens) == max(lengths)

@@ -385,7 +385,7 @@ def test_attaching_to_a_sequence_that_holds_blocks():
     reserved.reserve(5)
     before = held(stores)
     for other in (sequence, reserved):
-        with pytest.raises(ValueError, match="sequence: expected one that holds no blocks"):
+        with pytest.raises(ValueError, match="cache: expected one that holds no blocks"):
             stores.prefixes.attach(other, [*tokens, 9])
     assert (sequence.seq_len, held(stores)) == (5, before)
     reserved.release()
@@ -442,7 +442,7 @@ def test_any_order_of_events(seed):
             stores.prefixes.clear(namespace=chance.choice([None, b"a", b"b"]))
         elif not scheduler.is_idle:
             scheduler.step(model)
-        for cache in stores.prefixes.caches:
+        for cache in stores.prefixes.groups:
             cache.check()
     run(scheduler, model)
     assert len(expected) > 20

@@ -16,14 +16,14 @@ FLAT = [LayerShape(None, 1, 4)]
 
 def books(stores):
     """All that a user can see of the stores, and what they would evict, in order, from a copy of what is known."""
-    return [(group.store.stats(), group.prefix.stats(), group.store.free_block_count) for group in stores.groups]
+    return [(p.store.stats(), p.stats(), p.store.free_block_count) for p in stores.prefixes.groups]
 
 
 def order_of_eviction(stores, prompts):
     """Block by block, what is still known of the prompts. Empties the prefix caches."""
     seen = []
-    while any(prefix.evict(1) for prefix in stores.prefixes.caches):
-        seen.append([[prefix.match([*prompt, 0]) for prefix in stores.prefixes.caches] for prompt in prompts])
+    while any(prefix.evict(1) for prefix in stores.prefixes.groups):
+        seen.append([[prefix.match([*prompt, 0]) for prefix in stores.prefixes.groups] for prompt in prompts])
     return seen
 
 
@@ -45,11 +45,11 @@ def test_a_head_that_waits_is_no_use_of_what_it_would_reuse(n_steps):
         scheduler.step(model)
         if asks:  # needs more than is left beside the one that runs
             scheduler.submit([*range(18), *range(60, 110)], 1)
-        before = [prefix.stats() for prefix in stores.prefixes.caches]
+        before = [prefix.stats() for prefix in stores.prefixes.groups]
         for _ in range(n_steps):
             scheduler.step(model)
         assert len(scheduler.running) == 1
-        for then, prefix in zip(before, stores.prefixes.caches, strict=True):
+        for then, prefix in zip(before, stores.prefixes.groups, strict=True):
             now = prefix.stats()
             assert (now.hit_tokens, now.missed_tokens) == (then.hit_tokens, then.missed_tokens)
         state = books(stores), vars(scheduler.counts)
@@ -72,7 +72,7 @@ def test_hits_are_counted_once_when_a_request_starts():
         assert scheduler.waiting == (second,)
         scheduler.step(model)
     run(scheduler, model)
-    [stats] = [prefix.stats() for prefix in stores.prefixes.caches]
+    [stats] = [prefix.stats() for prefix in stores.prefixes.groups]
     assert (second.n_reused, stats.hit_tokens) == (18, 18)
     assert stats.missed_tokens == 20 + 60 + 30
 
@@ -221,7 +221,7 @@ def test_first_starts_and_restarts_are_told_apart(seed):
     assert counts.positions_reused == sum(started.values())
     assert counts.positions_reused + counts.positions_missed == sum(map(len, prompts))
     assert counts.positions_restored + counts.positions_recomputed > 0
-    hits = [prefix.stats() for prefix in stores.prefixes.caches]
+    hits = [prefix.stats() for prefix in stores.prefixes.groups]
     assert all(each.hit_tokens == counts.positions_reused + counts.positions_restored for each in hits)
     stores.prefixes.clear()
     assert held(stores) == [0, 0, 0]

@@ -169,7 +169,7 @@ def test_a_compute_that_misbehaves_changes_nothing(fault, error):
         with pytest.raises(error):
             scheduler.step(compute)
         assert state() == before
-        for cache in stores.prefixes.caches:
+        for cache in stores.prefixes.groups:
             cache.check()
         scheduler.step(model)
         before = [(each.sequence.seq_len, list(each.tokens)) for each in scheduler.running]
@@ -266,7 +266,7 @@ def test_an_interrupt_anywhere_in_a_function(function, stride):
             finally:
                 sys.settrace(before)
         assert [request.generated for request in requests] == [answer_of(prompt, 6) for prompt in prompts]
-        for cache in stores.prefixes.caches:
+        for cache in stores.prefixes.groups:
             cache.check()
         stores.prefixes.clear()
         assert held(stores) == [0, 0, 0]
@@ -288,7 +288,7 @@ def test_what_one_store_knows_beyond_the_others():
     for prompt in (other, ours):
         scheduler.submit(prompt, 1)
         run(scheduler, model)
-    first, second = stores.prefixes.caches
+    first, second = stores.prefixes.groups
     user = pagedkv.PagedKvCache()  # so that the end of ours was not used for longest
     first.attach(user, [*other, 9])
     user.release(first.store)
@@ -307,10 +307,10 @@ def test_windows_that_have_lost_blocks_in_the_middle():
     sequence = computed(stores, prompt)
     stores.prefixes.insert(prompt, sequence)
     sequence.drop_unneeded()  # holds its last positions on, where there is a window
-    windowed = stores.prefixes.caches[1]
+    windowed = stores.prefixes.groups[1]
     for n_evicted in (1, 3, 20):
         windowed.evict(n_evicted)
-        for cache in stores.prefixes.caches:
+        for cache in stores.prefixes.groups:
             cache.check()
         scheduler, model = Scheduler(stores), Model(stores)
         known = stores.prefixes.match([*prompt[:40], 8, 9])
@@ -325,7 +325,7 @@ def test_windows_that_have_lost_blocks_in_the_middle():
 def test_what_is_refused_leaves_a_sequence_as_it_is():
     stores = make_stores()
     sequence = computed(stores, list(range(30)))
-    with pytest.raises(ValueError, match="^sequence: expected one that holds no blocks"):
+    with pytest.raises(ValueError, match="^cache: expected one that holds no blocks"):
         stores.prefixes.attach(sequence, [1, 2, 3])
     sequence.drop_unneeded()
     assert not sequence.can_truncate_to(5)

@@ -1,4 +1,4 @@
-"""`ModelPrefixes`: several stores know the same beginnings, and a change reaches all of them or none."""
+"""A `PrefixCache` of a model: several stores know the same beginnings, and a change reaches all of them or none."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ FLAT = [LayerShape(None, 1, 4), LayerShape(None, 1, 8)]
 
 def state(stores):
     """What a user can see, without the order of eviction."""
-    return [(g.store.free_block_count, g.prefix.evictable_block_count, g.prefix.stats()) for g in stores.groups]
+    return [(p.store.free_block_count, p.evictable_block_count, p.stats()) for p in stores.prefixes.groups]
 
 
 def refs(stores, sequence):
@@ -44,7 +44,7 @@ def test_what_is_common_is_found_by_comparing_lists(seed):
         sequence = computed(stores, tokens)
         for number in (0, 1):
             if chance.random() < 0.6:
-                stores.prefixes.caches[number].insert(tokens, sequence.caches[number])
+                stores.prefixes.groups[number].insert(tokens, sequence.caches[number])
                 told[number].append(tokens[: len(tokens) // SIZE * SIZE])
         sequence.release()
 
@@ -94,26 +94,29 @@ def test_what_was_new_what_is_forgotten_and_what_is_counted():
 def test_inserting_what_grows():
     """Only new tokens are looked at, in all stores; what was evicted in one of them is inserted anew."""
     stores = make_stores(64, FLAT)
-    handles, sequence, tokens = [pagedkv.PrefixHandle() for _ in FLAT], ModelSequence(stores), []
+    handle, sequence, tokens = pagedkv.PrefixHandle(), ModelSequence(stores), []
     for n in range(1, 40):
         tokens.append(n % 5)
         computed(stores, tokens, sequence)
         if n == 23:
-            stores.prefixes.caches[1].forget(tokens)
+            stores.prefixes.groups[1].forget(tokens)
         expected = {True: 2, False: 0}[n % SIZE == 0]
         if n == 23:
             expected = 5  # of the second store
-        assert stores.prefixes.insert(tokens, sequence, handles=handles) == expected
+        assert stores.prefixes.insert(tokens, sequence, handle=handle) == expected
         assert stores.prefixes.match([*tokens, 9]) == n // SIZE * SIZE
     stores.prefixes.check()
     with pytest.raises(ValueError, match="tokens: expected the 36 that were inserted"):
-        stores.prefixes.insert(tokens[:20], sequence, handles=handles)
-    with pytest.raises(ValueError, match="handles: expected 2, one for each store, got 1"):
-        stores.prefixes.insert(tokens, sequence, handles=handles[:1])
+        stores.prefixes.insert(tokens[:20], sequence, handle=handle)
     with pytest.raises(TypeError, match="handle: expected a PrefixHandle"):
-        stores.prefixes.insert(tokens, sequence, handles=[3, 4])
+        stores.prefixes.insert(tokens, sequence, handle=[handle])
+    first, second = stores.prefixes.groups
+    for other, cache in ((first, sequence.caches[0]), (second, sequence.caches[1])):
+        with pytest.raises(ValueError, match="handle: expected one of this prefix cache"):
+            other.insert(tokens, cache, handle=handle)
     with pytest.raises(ValueError, match="handle: expected one of this prefix cache"):
-        stores.prefixes.insert(tokens, sequence, handles=handles[::-1])
+        stores.prefixes.insert(tokens, sequence, namespace=b"other", handle=handle)
+    assert repr(handle) == "PrefixHandle(36 tokens)"
 
 
 # --- all or nothing ---
@@ -131,10 +134,10 @@ def test_whatever_is_refused_has_changed_no_store():
     with pytest.raises(ValueError, match="^cache: expected a sequence of"):
         stores.prefixes.insert(tokens, mixed)
     for call in (lambda s: stores.prefixes.attach(s, tokens), lambda s: stores.prefixes.insert(tokens, s)):
-        with pytest.raises(ValueError, match="^sequence: expected one of these stores"):
+        with pytest.raises(ValueError, match="^cache: expected a sequence of the stores whose"):
             call(ModelSequence(others))
         for wrong in (None, 3, foreign, stores):
-            with pytest.raises(TypeError, match="^sequence: expected a ModelSequence, got"):
+            with pytest.raises(TypeError, match="^cache: expected a ModelSequence, got"):
                 call(wrong)
     empty = ModelSequence(stores)
     with pagedkv.Step(stores.groups[1].store, [empty.caches[1]], 0), pytest.raises(RuntimeError, match="in use"):
@@ -147,7 +150,7 @@ def test_whatever_is_refused_has_changed_no_store():
     assert stores.prefixes.attach(empty, tokens) == 4
 
 
-@pytest.mark.parametrize("what", ["attach", "insert", "insert inside", "insert with handles"])
+@pytest.mark.parametrize("what", ["attach", "insert", "insert inside", "insert with a handle"])
 def test_memory_that_cannot_be_had(what):
     """At one allocation after the other: no store knows more, no hit is counted, every sequence is as it was."""
     testing = pytest.importorskip("_testcapi")
@@ -157,18 +160,18 @@ def test_memory_that_cannot_be_had(what):
         prefixes, tokens = stores.prefixes, list(range(30))
         first = computed(stores, tokens)
         prefixes.insert(tokens[:11] if what == "insert inside" else tokens[:20], first)
-        ours, handles = [*tokens[:11], 50, *range(60, 78)], [pagedkv.PrefixHandle() for _ in FLAT]
+        ours, handle = [*tokens[:11], 50, *range(60, 78)], pagedkv.PrefixHandle()
         sequence = ModelSequence(stores) if what == "attach" else computed(stores, ours)
-        if what == "insert with handles":
-            prefixes.insert(ours[:12], sequence, handles=handles)
+        if what == "insert with a handle":
+            prefixes.insert(ours[:12], sequence, handle=handle)
         ids = np.array(ours)
         before = state(stores), refs(stores, sequence), [prefixes.match([*t, 1]) for t in (tokens, ours)]
         testing.set_nomemory(at, at + 1)
         try:
             if what == "attach":
                 prefixes.attach(sequence, ids)
-            elif what == "insert with handles":
-                prefixes.insert(ids, sequence, handles=handles)
+            elif what == "insert with a handle":
+                prefixes.insert(ids, sequence, handle=handle)
             else:
                 prefixes.insert(ids, sequence)
         except (MemoryError, SystemError):  # NumPy says it in its own way
@@ -178,8 +181,8 @@ def test_memory_that_cannot_be_had(what):
             assert after == before
             assert what != "attach" or [cache.capacity for cache in sequence.caches] == [0, 0]
             prefixes.check()
-            if what == "insert with handles":
-                prefixes.insert(ids, sequence, handles=handles)
+            if what == "insert with a handle":
+                prefixes.insert(ids, sequence, handle=handle)
                 assert prefixes.match([*ours, 1]) == 28
         else:
             testing.remove_mem_hooks()
@@ -187,25 +190,6 @@ def test_memory_that_cannot_be_had(what):
             if at > 100:
                 break
     assert refused > 3
-
-
-def test_books_that_change_in_between():
-    """Two of a batch go into the same books: what was prepared for the second is out of date when its turn comes."""
-    stores = make_stores(32, FLAT)
-    prefix = stores.groups[0].prefix
-    tokens = np.arange(11)
-    first, second = computed(stores, tokens.tolist()).caches[0], computed(stores, tokens.tolist()).caches[0]
-    handles = tuple(pagedkv.PrefixHandle() for _ in range(2))
-    assert pagedkv.prefix.insert_all((prefix, prefix), (first, second), tokens, None, 0, None, handles) == 2
-    assert prefix.match_blocks([*tokens, 1]).tolist() == first.block_table[:2].tolist()
-    assert prefix.stats().blocks_inserted == 2
-    assert [repr(handle) for handle in handles] == ["PrefixHandle(8 tokens)"] * 2
-    assert pagedkv.prefix.insert_all((prefix,), (second,), tokens, b"a", 0, None, (None,)) == 2
-    prefix.check()
-    one, two = pagedkv.PagedKvCache(), pagedkv.PagedKvCache()
-    assert pagedkv.prefix.attach_all((prefix, prefix), (one, two), tokens, None) == 8
-    assert [stores.groups[0].store.refcount(block) for block in one.block_table] == [4, 4]
-    prefix.check()
 
 
 @pytest.mark.parametrize("n_free", [0, 1, 2, 5])

@@ -105,7 +105,7 @@ def test_what_one_call_computed_is_known_to_the_next(family):
 
     first = work(namespace=b"these weights")
     assert 0 not in held(stores)
-    stores.prefixes.caches[0].check()
+    stores.prefixes.groups[0].check()
     second = work(namespace=b"these weights")
     n_new = 12 * len(PROMPTS)
     assert second < n_new + 4 * len(PROMPTS) < first  # less than a block of every prompt
@@ -131,7 +131,7 @@ def test_what_is_known_gives_way():
     for call in range(4):
         prompts = [make_prompt(40, seed=10 * call + i) for i in range(3)]
         assert answers_of(model, prompts, stores=stores, namespace=b"") == answers_of(model, prompts)
-    assert all(cache.stats().blocks_evicted for cache in stores.prefixes.caches)
+    assert all(cache.stats().blocks_evicted for cache in stores.prefixes.groups)
 
 
 def test_a_prompt_that_is_the_beginning_of_another():

@@ -181,7 +181,7 @@ class Stores:
     """What stands beside a store in a server, and is none."""
 
 
-OF_MODELS = {"Step", "reorder"}  # doors that take the stores of a model too
+OF_MODELS = {"Step", "reorder", "PrefixCache"}  # doors that take the stores of a model too
 
 
 def doors(store):

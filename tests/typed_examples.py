@@ -442,6 +442,10 @@ def example_groups() -> None:
         for layer in range(stores.n_layers):
             step.write(layer, ones(3, 16), ones(3, 16))
     assert_type(sequence.clone(), pagedkv.ModelSequence)
+    prefixes, handle = assert_type(stores.prefixes, pagedkv.PrefixCache), pagedkv.PrefixHandle()
+    assert_type(prefixes.insert([1, 2, 3], sequence, handle=handle), int)
+    assert_type(prefixes.attach(pagedkv.ModelSequence(stores), [1, 2, 3, 4]), int)
+    assert_type(prefixes.groups[0].evictable_block_count + prefixes.stores[0].evictable_block_count, int)
     pagedkv.reorder(stores, [sequence, sequence.clone()], [1, 0])
     assert_type(sequence.blocks_needed_for(3), tuple[int, ...])
     assert_type(sequence.seq_len + sequence.capacity + sequence.first_position, int)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 from pagedkv._arrays import as_size
 from pagedkv._groups import bytes_of, resize_budget, share_budget
 from pagedkv._keys import as_count
-from pagedkv.groups.prefixes import ModelPrefixes
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.shapes import LayerShape, group_layers
@@ -43,9 +42,6 @@ class LayerGroup:
         The model's numbers of these layers; the store counts them from 0 in this order.
     store : PagedKvStore
         Of all of them.
-    prefix : PrefixCache
-        That of the store.
-
     Notes
     -----
     Threads: a plain value, but for its store.
@@ -61,7 +57,6 @@ class LayerGroup:
     shape: LayerShape
     layers: tuple[int, ...]
     store: PagedKvStore
-    prefix: PrefixCache
 
     @property
     def window(self) -> int | None:
@@ -98,7 +93,7 @@ class LayerGroup:
     def n_blocks_in_use(self) -> int:
         """Blocks that are neither free nor known only to the prefix cache, which gives them up when asked."""
         # Another thread may have a block counted as both.
-        return max(0, self.store.stats().held_blocks - self.prefix.evictable_block_count)
+        return max(0, self.store.stats().held_blocks - self.store.evictable_block_count)
 
 
 class ModelStores:
@@ -132,7 +127,7 @@ class ModelStores:
         For each layer of the model the number of its group, and the layer's number in that group's store.
     windows : tuple of int or None
         The window of each group.
-    prefixes : ModelPrefixes
+    prefixes : PrefixCache
         What is known of token ids in these stores.
 
     Raises
@@ -270,7 +265,7 @@ class ModelStores:
         share_budget(self.stores, self._most_bytes if budget is None else budget)
         self.groups = tuple(
             [
-                LayerGroup(shape, layers, store, PrefixCache(store, window=shape.window))
+                LayerGroup(shape, layers, store)
                 for (shape, layers), store in zip(grouped.items(), self.stores, strict=True)
             ]
         )
@@ -281,7 +276,7 @@ class ModelStores:
         }
         self.places = tuple([places[layer] for layer in range(len(shapes))])
         self.windows = tuple([group.window for group in self.groups])
-        self.prefixes = ModelPrefixes(group.prefix for group in self.groups)
+        self.prefixes = PrefixCache(self)  # which knows the stores alone: there is no circle
 
     # --- sizes ---
 

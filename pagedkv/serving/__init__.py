@@ -26,7 +26,7 @@ Examples
 4
 """
 
-from pagedkv.groups import LayerGroup, ModelPrefixes, ModelSequence, ModelStores
+from pagedkv.groups import LayerGroup, ModelSequence, ModelStores
 from pagedkv.serving.counts import SchedulerCounts
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.scheduler import Scheduler
@@ -37,7 +37,6 @@ __all__ = [
     "Batch",
     "LayerGroup",
     "LayerShape",
-    "ModelPrefixes",
     "ModelSequence",
     "ModelStores",
     "Request",

@@ -65,7 +65,7 @@ class Request:
         self.sequence = sequence
         self.n_reused: int | None = None
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
-        self._handles = self._new_handles()  # how far the prefix cache of each store has been told of its sequence
+        self._handle = PrefixHandle()  # how far the prefix cache has been told of its sequence
         self._awaited: tuple[Request, int] | None = None  # who computes its first so many tokens
 
     @property
@@ -95,12 +95,9 @@ class Request:
     def _ids(self) -> npt.NDArray[np.int64]:
         return self.tokens._ids[: self.tokens._n]
 
-    def _new_handles(self) -> tuple[PrefixHandle, ...]:
-        return tuple([PrefixHandle() for _ in self.sequence.caches])
-
     def _release(self) -> None:
         """Gives its blocks back; what it computes from now on begins anew."""
-        self._handles = self._new_handles()
+        self._handle = PrefixHandle()
         self.sequence.release()
 
     def __repr__(self) -> str:

@@ -378,8 +378,8 @@ class Scheduler:
         sequence = request.sequence
         n = sequence.seq_len
         if self._share_prefixes and n % self.stores.block_size < n_new:
-            ids, handles = request._ids[:n], request._handles
-            self.stores.prefixes.insert(ids, sequence, namespace=request.namespace, handles=handles)
+            ids, handle = request._ids[:n], request._handle
+            self.stores.prefixes.insert(ids, sequence, namespace=request.namespace, handle=handle)
 
     # --- who runs ---
 

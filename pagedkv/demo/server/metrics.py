@@ -80,16 +80,16 @@ class _State(Collector):
         )
         blocks = GaugeMetricFamily("pagedkv_blocks", "Blocks of each store by state.", labels=["store", "state"])
         evicted = CounterMetricFamily("pagedkv_blocks_evicted", "Blocks forgotten for others.", labels=["store"])
-        for group in self._scheduler.stores.groups:
+        for number, group in enumerate(self._scheduler.stores.groups):
             name = "full" if group.window is None else f"window_{group.window}"
             for state, count in _states(group).items():
                 blocks.add_metric([name, state], count)
-            evicted.add_metric([name], group.prefix.stats().blocks_evicted)
+            evicted.add_metric([name], self._scheduler.stores.prefixes.groups[number].stats().blocks_evicted)
         yield blocks
         yield evicted
 
 
 def _states(group: LayerGroup) -> dict[str, int]:
     """Blocks that are free, that only the prefix cache holds, and that sequences hold."""
-    store, prefix = group.store, group.prefix
-    return {"free": store.free_block_count, "evictable": prefix.evictable_block_count, "held": group.n_blocks_in_use}
+    store = group.store
+    return {"free": store.free_block_count, "evictable": store.evictable_block_count, "held": group.n_blocks_in_use}

@@ -41,7 +41,7 @@ class PagedStores(ModelStores):
     ----------
     groups : tuple of LayerGroup
         The layers of each kind, their window, and their `PagedKvStore`.
-    prefixes : ModelPrefixes
+    prefixes : PrefixCache
         What is known of token ids in these stores.
     config : PretrainedConfig
         That of the decoder.
