@@ -1,14 +1,22 @@
 """What a scheduler asks before it starts a request: how much room there is, and who may start."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, SupportsIndex
+from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import add, le, mul
+from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
+
+from pagedkv._groups import bytes_of
 from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import with_field_docs
 from pagedkv.store import PagedKvStore
+
+if TYPE_CHECKING:
+    from pagedkv._groups import _Groups, _Sequence
 
 
 @with_field_docs
@@ -77,7 +85,7 @@ class Waiting:
     100
     """
 
-    tokens: "Tokens" = ()
+    tokens: Tokens = ()
     n_positions: SupportsIndex | None = None
     n_most: SupportsIndex | None = None
     namespace: bytes | None = None
@@ -122,15 +130,18 @@ class Admission(NamedTuple):
         return self.verdict in ("now", "evict")
 
 
-def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: PrefixCache | None = None) -> Room:
+def room_for(
+    store: PagedKvStore | _Groups, cache: PagedKvCache | _Sequence | None = None, *, prefix: PrefixCache | None = None
+) -> Room:
     """How many more positions fit into a sequence, or into a new one: now, with eviction, and ever.
 
     Counted are the rest of its tail, reserved blocks, and the copies of shared blocks that appending makes.
 
     Parameters
     ----------
-    store : PagedKvStore
-    cache : PagedKvCache, optional
+    store : PagedKvStore or ModelStores
+        A model's positions need blocks in all of its stores.
+    cache : PagedKvCache or ModelSequence, optional
         The sequence; a new one without it.
     prefix : PrefixCache, optional
         That of the store, or of the model that the store is one of. Without it, nothing counts as evictable.
@@ -161,6 +172,8 @@ def room_for(store: PagedKvStore, cache: PagedKvCache | None = None, *, prefix: 
     >>> pagedkv.room_for(store, fork), pagedkv.room_for(store)
     (Room(now=22, with_eviction=22, ever=26), Room(now=24, with_eviction=24, ever=32))
     """
+    if not isinstance(store, PagedKvStore):
+        return _room_in_all(store, cache, prefix)
     prefix = _check(store, prefix)
     n_evictable = 0 if prefix is None else prefix.evictable_block_count
     if cache is None:
@@ -273,6 +286,41 @@ def _check(store: PagedKvStore, prefix: PrefixCache | None) -> PrefixCache | Non
     if store not in prefix.stores:
         raise ValueError("prefix: expected the store's own prefix cache, got another's")
     return prefix.groups[prefix.stores.index(store)]
+
+
+def _room_in_all(store: _Groups, sequence: object, prefix: PrefixCache | None) -> Room:
+    """Where stores share a budget: what each still has of its own, and the bytes that all of them have together."""
+    found = getattr(store, "stores", None)
+    stores: tuple[PagedKvStore, ...] = found if isinstance(found, tuple) else ()
+    if not stores or not all(isinstance(each, PagedKvStore) for each in stores):
+        raise TypeError(f"store: expected a PagedKvStore or ModelStores, got {type(store).__name__}")
+    caches: Sequence[PagedKvCache]
+    caches = [PagedKvCache() for _ in stores] if sequence is None else getattr(sequence, "caches", ())
+    if len(caches) != len(stores) or not all(isinstance(cache, PagedKvCache) for cache in caches):
+        raise TypeError(f"cache: expected a ModelSequence or None, got {type(sequence).__name__}")
+    for each in stores:
+        _check(each, prefix)
+    limit, held, evictable = bytes_of(stores)
+    sizes = [each.nbytes // each.total_blocks for each in stores]
+    unheld = [each.total_blocks - each.stats().held_blocks for each in stores]
+    idle = [each.evictable_block_count if prefix else 0 for each in stores]
+    room, could_be_room = limit - held, limit - held + (evictable if prefix else 0)
+
+    def fits(n: int, free: list[int], n_bytes: int) -> bool:
+        needed = [cache.blocks_needed_for(each, n) for each, cache in zip(stores, caches, strict=True)]
+        return all(map(le, needed, free)) and sum(map(mul, needed, sizes)) <= n_bytes
+
+    # Blocks of each as if nobody else held any: what a window has dropped counts as room.
+    dropped = [cache.first_position // each.block_size for each, cache in zip(stores, caches, strict=True)]
+    n_table = min([(limit + sum(map(mul, dropped, sizes))) // sum(sizes), *map(add, _totals(stores), dropped)])
+    ever = max(0, n_table * stores[0].block_size - caches[0].seq_len)
+    now = bisect_left(range(1, ever + 1), True, key=lambda n: not fits(n, unheld, room))
+    evicting = list(map(add, unheld, idle))
+    return Room(now, bisect_left(range(1, ever + 1), True, key=lambda n: not fits(n, evicting, could_be_room)), ever)
+
+
+def _totals(stores: tuple[PagedKvStore, ...]) -> list[int]:
+    return [each.total_blocks for each in stores]
 
 
 def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int, prefix: PrefixCache | None) -> int:

@@ -1,5 +1,6 @@
 """`ModelStores` and `ModelSequence`: one budget of bytes for a model's stores, and for all what one store offers."""
 
+import contextlib
 import re
 import sys
 
@@ -318,3 +319,40 @@ def test_a_sequence_in_use_changes_in_no_store(what):
     assert state(stores) == before
     getattr(sequence, what)(*arguments)
     assert state(stores) != before or what == "give_back_reserved"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_room_for_a_sequence_is_what_can_be_reserved(seed):
+    """In all stores at once, of its own blocks and of the bytes that all share: one position more is refused."""
+    draw = np.random.default_rng(seed)
+    budget = int(draw.integers(6, 20)) * LEAST
+    stores = ModelStores.from_bytes(budget, WINDOWED) if seed % 2 else ModelStores(WINDOWED, 12)
+    others = [ModelSequence(stores) for _ in range(2)]
+    for other in others:
+        with contextlib.suppress(pagedkv.PagedStoreExhausted):
+            grow(stores, other, int(draw.integers(1, 60)))
+            other.drop_unneeded()
+    tokens = range(others[0].seq_len)
+    stores.prefixes.insert(tokens, others[0])
+    others[0].release()
+    for sequence in (ModelSequence(stores), others[1], others[1].clone()):
+        room = pagedkv.room_for(stores, sequence, prefix=stores.prefixes)
+        assert room.now <= room.with_eviction <= room.ever
+        assert pagedkv.room_for(stores, sequence).with_eviction == room.now
+        known = stores.stats().evictable_bytes
+        sequence.reserve(room.now)
+        assert stores.stats().evictable_bytes == known  # nothing had to go
+        sequence.give_back_reserved()
+        with pytest.raises(pagedkv.PagedStoreExhausted):
+            sequence.reserve(room.with_eviction + 1)
+        sequence.reserve(room.with_eviction)
+        sequence.give_back_reserved()
+    for other in (*others, sequence):
+        other.release()
+    stores.prefixes.clear()
+    assert pagedkv.room_for(stores).now == pagedkv.room_for(stores).ever
+    for wrong in (3, None, stores.groups):
+        with pytest.raises(TypeError, match="^store: expected a PagedKvStore or ModelStores, got"):
+            pagedkv.room_for(wrong)
+    with pytest.raises(TypeError, match="^cache: expected a ModelSequence or None, got PagedKvCache"):
+        pagedkv.room_for(stores, pagedkv.PagedKvCache())

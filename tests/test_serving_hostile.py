@@ -232,7 +232,7 @@ def test_a_pass_that_is_ended_inside_its_block():
 # --- interrupts ---
 
 
-INTERRUPTED = ["_compute", "_remember", "drop_unneeded", "insert", "attach", "_start", "_open"]
+INTERRUPTED = ["_compute", "_remember", "drop_unneeded", "_start", "_open"]
 MOVING = ["_admit", "_preempt", "_end", "_settle", "_carry_out", "release"]  # what moves a request: every line
 
 
