@@ -1,6 +1,7 @@
 """Ways to interrupt: by real signals at any moment, and without chance at every boundary there is."""
 
 import dis
+import gc
 import signal
 import sys
 import threading
@@ -50,6 +51,9 @@ class Boundary:
         """Whether the act was interrupted."""
         handled = sys.exc_info()[1]
         interrupted = False
+        # What the collector calls would have boundaries of its own, at other places each time.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             self.begin()
             try:
@@ -58,6 +62,9 @@ class Boundary:
                 self.end()
         except Interrupt:
             interrupted = True
+        finally:
+            if collects:
+                gc.enable()
         assert sys.exc_info()[1] is handled, "the interpreter still handles an error of the act"
         return interrupted
 
@@ -77,7 +84,9 @@ class Bytecode(Boundary):
 
     def begin(self):
         self.before = sys.gettrace()
-        sys.settrace(self.trace)
+        # CPython 3.11 lends it to the call for a frame, and gives up its own reference if one inside that call raises.
+        self.held = self.trace
+        sys.settrace(self.held)
 
     def end(self):
         sys.settrace(self.before)
@@ -96,7 +105,8 @@ class Call(Boundary):
 
     def begin(self):
         self.before = sys.getprofile()
-        sys.setprofile(self.profile)
+        self.held = self.profile
+        sys.setprofile(self.held)
 
     def end(self):
         sys.setprofile(self.before)
