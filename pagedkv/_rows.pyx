@@ -5,10 +5,10 @@ that users see look into.
 """
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t
 
-from pagedkv._arrays cimport RowLayout, as_format, empty_bytes, is_float32
-from pagedkv._kernels.rows cimport append_rows, copy_rows, erase_rows, gather_blocks, put_step, scatter_rows
+from pagedkv._arrays cimport RowLayout, as_format, empty_bytes
+from pagedkv._kernels.rows cimport copy_rows, erase_rows, gather_rows, in_blocks, row_at, write_row, write_rows
 from pagedkv._kernels.simd cimport SIMD_F32
 
 import numpy as np
@@ -38,6 +38,7 @@ cdef class BlockRows:
         self.row_bytes = row_bytes
         self.memory = <const char*>cnp.PyArray_DATA(memory)
         self.n_bytes = (<object>memory).nbytes
+        self.layer_bytes = total_blocks * block_size * row_bytes
         rows = (<object>memory).reshape(n_layers, total_blocks * block_size, row_bytes)
         if self.is_float32:
             self.floats = rows.view(np.float32)
@@ -53,54 +54,31 @@ cdef class BlockRows:
         if format.scale is not None:
             self.scales = rows[..., layout.row.scales:].view(format.scale)
 
-    # --- what callers give ---
-
-    cdef GivenRows given(self, cnp.ndarray rows) noexcept:
-        cdef GivenRows given
-        given.data = <const char*>cnp.PyArray_DATA(rows)
-        given.stored = True
-        given.row_bytes = self.row_bytes
-        if not self.is_float32 and is_float32(rows):
-            given.stored = False
-            given.row_bytes = self.n_heads * self.head_dim * <Py_ssize_t>sizeof(float)
-        return given
-
     # --- moving them ---
 
-    cdef inline const RowFormat* conversion(self, GivenRows src) noexcept nogil:
+    cdef inline const RowFormat* conversion(self, const GivenRows* src) noexcept nogil:
         """What floats are converted to; NULL for rows that are as they are stored."""
         return NULL if src.stored else &self.layout.row
 
-    cdef void put(self, Py_ssize_t row, GivenRows src) noexcept nogil:
-        if self.is_float32:
-            put_step(self.floats, row, src, NULL)
-        else:
-            put_step(self.packed, row, src, self.conversion(src))
-
-    cdef void append(self, GivenRows src, const int32_t* table, Py_ssize_t start, Py_ssize_t n,
-                     int n_threads) noexcept nogil:
+    cdef void write(self, Py_ssize_t layer, Py_ssize_t n_layers, const GivenRows* src, const Places* places, Py_ssize_t n,
+                    int n_threads) noexcept nogil:
         cdef const RowFormat* format = self.conversion(src)
-        cdef Py_ssize_t layer
-        for layer in range(self.n_layers):
-            if self.is_float32:
-                append_rows(self.floats[layer], src, NULL, table, self.block_size, start, n, n_threads)
-            else:
-                append_rows(self.packed[layer], src, format, table, self.block_size, start, n, n_threads)
-            src.data += n * src.row_bytes
-
-    cdef void scatter(self, Py_ssize_t layer, GivenRows src, const int64_t[::1] slots, Py_ssize_t n,
-                      int n_threads) noexcept nogil:
-        if self.is_float32:
-            scatter_rows(self.floats[layer], src, NULL, slots, n, n_threads)
+        cdef char* row
+        cdef Py_ssize_t j
+        if n == 1:  # decoding does little else: no more than a copy in each layer
+            row = <char*>self.memory + layer * self.layer_bytes + row_at(places, 0) * self.row_bytes
+            for j in range(n_layers):
+                write_row(row + j * self.layer_bytes, src, j, format)
+        elif self.is_float32:
+            write_rows(self.floats, layer, n_layers, src, format, places, n, n_threads)
         else:
-            scatter_rows(self.packed[layer], src, self.conversion(src), slots, n, n_threads)
+            write_rows(self.packed, layer, n_layers, src, format, places, n, n_threads)
 
-    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const int32_t* table, Py_ssize_t start,
-                     Py_ssize_t n, int n_threads) noexcept nogil:
+    cdef void gather(self, float[:, ::1] dst, Py_ssize_t layer, const Places* places, Py_ssize_t n, int n_threads) noexcept nogil:
         if self.is_float32:
-            gather_blocks(dst, self.floats[layer], NULL, table, self.block_size, start, n, n_threads)
+            gather_rows(dst, self.floats[layer], NULL, places, n, n_threads)
         else:
-            gather_blocks(dst, self.packed[layer], &self.layout.row, table, self.block_size, start, n, n_threads)
+            gather_rows(dst, self.packed[layer], &self.layout.row, places, n, n_threads)
 
     cdef void copy_block(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t layer, size = self.block_size
@@ -130,11 +108,12 @@ cdef class BlockRows:
     cdef bint is_finite(self, Py_ssize_t block) except -1:
         """Whether all values of a block are, in all layers."""
         cdef int32_t table = <int32_t>block
+        cdef Places places = in_blocks(&table, self.block_size, 0)
         cdef Py_ssize_t layer
         values = np.empty((self.block_size, self.n_heads * self.head_dim), np.float32)
         cdef float[:, ::1] floats = values
         for layer in range(self.n_layers):
-            self.gather(floats, layer, &table, 0, self.block_size, 1)
+            self.gather(floats, layer, &places, self.block_size, 1)
             if not np.isfinite(values).all():
                 return False
         return True

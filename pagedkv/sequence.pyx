@@ -16,14 +16,14 @@ commits.
 cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
-from libc.stdint cimport INT32_MAX, int32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from pagedkv._arrays cimport after_dropped, as_ids, as_index, as_items, as_size, describe, empty_ids
 from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
-from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows
+from pagedkv._kernels.rows cimport Places, in_blocks, in_slots, slot_of
 from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport Want
 from pagedkv.contiguous cimport KvCache, as_target
@@ -139,23 +139,16 @@ cdef class PagedKvCache:
         if not home.holds(k_step, v_step, home.n_layers, -1):
             k_step = home.given_k(k_step, home.n_layers, -1)
             v_step = home.given_v(v_step, home.n_layers, -1, k_step)
-        cdef BlockRows k_rows = home.k, v_rows = home.v
-        cdef GivenRows k_given = k_rows.given(<cnp.ndarray>k_step), v_given = v_rows.given(<cnp.ndarray>v_step)
         cdef Growth growth
-        cdef Py_ssize_t row
+        cdef int64_t slot
+        cdef Places places = in_slots(&slot)
         growth.n_new = 1
         self.begin_write(home)
         try:
             if self.measure(home, &growth):
                 self.stage_alone(home, &growth)
-            row = growth.table[self.length // home.block_size] * home.block_size + self.length % home.block_size
-            if home.step_bytes < NOGIL_FROM:
-                k_rows.put(row, k_given)
-                v_rows.put(row, v_given)
-            else:
-                with nogil:
-                    k_rows.put(row, k_given)
-                    v_rows.put(row, v_given)
+            slot = slot_of(growth.table, home.block_size, self.length)
+            home.write(0, home.n_layers, k_step, v_step, &places, 1, 1)
             self.commit(home, &growth, 1)
         finally:
             self.end_write()
@@ -187,18 +180,15 @@ cdef class PagedKvCache:
         if not home.holds(k, v, home.n_layers, n):
             k = home.given_k(k, home.n_layers, n)
             v = home.given_v(v, home.n_layers, n, k)
-        cdef BlockRows k_rows = home.k, v_rows = home.v
-        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
         cdef int n_threads = resolve_threads(0)
         cdef Growth growth
+        cdef Places places
         growth.n_new = n
         self.begin_write(home)
         try:
             self.stage_alone(home, &growth)
-            if n:
-                with nogil:
-                    k_rows.append(k_given, growth.table, self.length, n, n_threads)
-                    v_rows.append(v_given, growth.table, self.length, n, n_threads)
+            places = in_blocks(growth.table, home.block_size, self.length)
+            home.write(0, home.n_layers, k, v, &places, n, n_threads)
             self.commit(home, &growth, n)
         finally:
             self.end_write()
@@ -535,6 +525,7 @@ cdef class PagedKvCache:
         cdef int n_threads = resolve_threads(0)
         cdef BlockRows k_rows = store.k, v_rows = store.v
         cdef float[:, ::1] k, v
+        cdef Places places
         cdef Py_ssize_t i, n, n_begun = 0, n_ended = 0
         cdef KvCache target
         self.begin_read(store)
@@ -547,6 +538,7 @@ cdef class PagedKvCache:
             if not start <= stop <= self.length:
                 raise ValueError(f"stop: expected {start} to {self.length}, got {stop}")
             n = stop - start
+            places = in_blocks(self.table, store.block_size, start)
             for target in targets:  # all that can fail, for all of them
                 target.begin_overwriting(n)
                 n_begun += 1
@@ -555,8 +547,8 @@ cdef class PagedKvCache:
                 k, v = target.k_rows, target.v_rows
                 if n:
                     with nogil:
-                        k_rows.gather(k, layer + i, self.table, start, n, n_threads)
-                        v_rows.gather(v, layer + i, self.table, start, n, n_threads)
+                        k_rows.gather(k, layer + i, &places, n, n_threads)
+                        v_rows.gather(v, layer + i, &places, n, n_threads)
                 target.end_overwriting(n)
                 n_ended += 1
         finally:

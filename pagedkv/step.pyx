@@ -6,6 +6,7 @@ gives the blocks back.
 """
 
 cimport cython
+cimport numpy as cnp
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
@@ -14,8 +15,7 @@ from pagedkv._arrays cimport as_index, as_thread_count, empty_slots
 from pagedkv._groups cimport as_distinct_sequences, as_stores, members_of, places_of, windows_of
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
-from pagedkv._kernels.rows cimport GivenRows
-from pagedkv._rows cimport BlockRows
+from pagedkv._kernels.rows cimport Places, in_slots, slot_of
 from pagedkv.attention cimport Asked, as_asked, as_query_lens, attend, view_layer
 from pagedkv.sequence cimport Group, Growth, PagedKvCache, stage
 from pagedkv.store cimport PagedKvStore
@@ -106,7 +106,7 @@ cdef class Step:
     cdef QuerySpan* spans
     cdef PlanShelf* plans           # of each group, made once for all its layers of one kind
     cdef Py_ssize_t n_taken         # blocks
-    cdef int64_t[::1] slots         # where each new row goes in each group: its row number in the store
+    cdef cnp.ndarray slots          # where each new row goes in each group: its row number in the store
     cdef unsigned char[::1] written  # layers
 
     def __cinit__(self, store, caches, query_lens=1, *, n_threads=None):
@@ -241,17 +241,13 @@ cdef class Step:
         cdef Py_ssize_t number = as_index(layer, "layer", self.n_layers), index
         cdef int g = self.locate(number, &index)
         cdef PagedKvStore store = <PagedKvStore>self.stores[g]
-        cdef BlockRows k_rows = store.k, v_rows = store.v
         if not store.holds(k, v, 1, self.n_rows):
             k = store.given_k(k, 1, self.n_rows)
             v = store.given_v(v, 1, self.n_rows, k)
-        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
-        cdef int64_t[::1] slots
+        cdef Places places
         self.begin_call()
-        slots = self.slots[g * self.n_rows:(g + 1) * self.n_rows]
-        with nogil:
-            k_rows.scatter(index, k_given, slots, self.n_rows, self.n_threads)
-            v_rows.scatter(index, v_given, slots, self.n_rows, self.n_threads)
+        places = in_slots(<int64_t*>cnp.PyArray_DATA(self.slots) + g * self.n_rows)
+        store.write(index, 1, k, v, &places, self.n_rows, self.n_threads)
         self.written[number] = 1
         self.busy = False
 
@@ -357,11 +353,13 @@ cdef class Step:
         cdef PagedKvCache cache
         cdef QuerySpan* span
         cdef Py_ssize_t i, p, row = 0
+        cdef int64_t* slots
         try:
             self.slots = empty_slots(self.n_groups * self.n_rows)
         except BaseException:
             self.rollback_all()
             raise
+        slots = <int64_t*>cnp.PyArray_DATA(self.slots)
         for i in range(self.n_groups * self.n_caches):
             cache = <PagedKvCache>self.caches[i]
             span = &self.spans[i]
@@ -371,7 +369,7 @@ cdef class Step:
             span.first_row = row - i // self.n_caches * self.n_rows
             span.first_position = cache.n_dropped * size
             for p in range(cache.length, span.seq_len):
-                self.slots[row] = <int64_t>span.table[p // size] * size + p % size
+                slots[row] = slot_of(span.table, size, p)
                 row += 1
         self.laid_out = True
         return 0

@@ -1,6 +1,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+from pagedkv._kernels.rows cimport Places
 from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport BlockAllocator, ByteBudget
 
@@ -55,7 +56,11 @@ cdef class PagedKvStore:
     # Both again, right before they are read, where anything else has run since.
     cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1
     cdef cnp.ndarray apart(self, cnp.ndarray rows)
-    # The first n rows of a block, in all layers, to another block. Releases the GIL where there is enough to copy.
+    # The one way in for rows, n of them in each of these layers: of arrays that were looked at as above, to places of blocks
+    # that have one holder. Releases the GIL where there is enough to copy, as the next one does.
+    cdef void write(self, Py_ssize_t layer, Py_ssize_t n_layers, cnp.ndarray k, cnp.ndarray v, const Places* places,
+                    Py_ssize_t n, int n_threads) noexcept
+    # The first n rows of a block, in all layers, to another block.
     cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
 
     # The same into a block that was just taken.

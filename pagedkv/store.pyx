@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 
 from pagedkv._arrays cimport (
     as_flag, as_format, as_ids, as_index, as_items, as_rows, as_size, check_apart, check_rows, describe, holds_rows)
-from pagedkv._kernels.rows cimport NOGIL_FROM
+from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows, Places
 from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16, SIMD_F32
 from pagedkv._rows cimport BlockRows
 from pagedkv._tensors cimport Tensor, as_tensor, view_tensor
@@ -813,6 +813,18 @@ prefault=False, debug=False)\n--\n
     cdef cnp.ndarray apart(self, cnp.ndarray rows):
         """The rows, or a copy where they are a view of this store."""
         return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
+
+    cdef void write(self, Py_ssize_t layer, Py_ssize_t n_layers, cnp.ndarray k, cnp.ndarray v, const Places* places,
+                    Py_ssize_t n, int n_threads) noexcept:
+        cdef BlockRows k_rows = self.k, v_rows = self.v
+        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
+        if n * self.step_bytes < NOGIL_FROM:
+            k_rows.write(layer, n_layers, &k_given, places, n, n_threads)
+            v_rows.write(layer, n_layers, &v_given, places, n, n_threads)
+        else:
+            with nogil:
+                k_rows.write(layer, n_layers, &k_given, places, n, n_threads)
+                v_rows.write(layer, n_layers, &v_given, places, n, n_threads)
 
     cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
         if self.debug:

@@ -29,24 +29,45 @@ cdef struct GivenRows:
     Py_ssize_t row_bytes
     bint stored                 # the latter
 
+# Where rows of a store are: a slot for each, which is its number there, or the positions of a sequence from one on.
+cdef struct Places:
+    const int64_t* slots        # or NULL
+    const int32_t* table        # block ids
+    Py_ssize_t block_size
+    Py_ssize_t start
+
+
+cdef inline int64_t slot_of(const int32_t* table, Py_ssize_t block_size, Py_ssize_t position) noexcept nogil:
+    return <int64_t>table[position // block_size] * block_size + position % block_size
+
+
+cdef inline int64_t row_at(const Places* places, Py_ssize_t i) noexcept nogil:
+    if places.slots is not NULL:
+        return places.slots[i]
+    return slot_of(places.table, places.block_size, places.start + i)
+
+
+cdef inline Places in_slots(const int64_t* slots) noexcept nogil:
+    return Places(slots, NULL, 1, 0)
+
+
+cdef inline Places in_blocks(const int32_t* table, Py_ssize_t block_size, Py_ssize_t start) noexcept nogil:
+    return Places(NULL, table, block_size, start)
+
+
 # Where a format is NULL, rows move as bytes; else they are converted from or to floats.
 
-cdef void gather_blocks(
-    float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t* table,
-    Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil
+cdef void gather_rows(
+    float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const Places* places, Py_ssize_t n,
+    int n_threads) noexcept nogil
 
-cdef void append_rows(
-    stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t* table,
-    Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil
+cdef void write_rows(
+    stored_t[:, :, ::1] store_rows, Py_ssize_t layer, Py_ssize_t n_layers, const GivenRows* src, const RowFormat* format,
+    const Places* places, Py_ssize_t n, int n_threads) noexcept nogil
 
-cdef void scatter_rows(
-    stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int64_t[::1] slots,
-    Py_ssize_t n, int n_threads) noexcept nogil
+cdef void write_row(char* dst, const GivenRows* src, Py_ssize_t i, const RowFormat* format) noexcept nogil
 
 cdef void copy_rows(stored_t[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil
-
-cdef void put_step(
-    stored_t[:, :, ::1] store_rows, Py_ssize_t row, GivenRows src, const RowFormat* format) noexcept nogil
 
 cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil
 

@@ -1,4 +1,4 @@
-"""Moves between the rows of a store and contiguous rows, through a block table or a slot list.
+"""Moves between the rows of a store and contiguous rows, through a block table or a list of slots.
 
 Rows of float32 stores are typed views, and move as bytes. Those of other stores are bytes in a RowFormat, and are
 converted as they move, unless the caller's are in that format already. Every kernel trusts its arguments: tables
@@ -6,7 +6,7 @@ and slots lie in the store, widths are equal, source and destination do not over
 one copy. Amounts beyond what a cache keeps are split over threads and streamed past the caches.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int64_t
 from libc.string cimport memcpy, memset
 
 from pagedkv._kernels.parallel cimport parallel_for
@@ -26,16 +26,14 @@ cdef enum:
     BUFFER_FLOATS = 2048
 
 
-# Positions [start, start + n) of a sequence on one side, n contiguous rows on the other.
+# Some rows of the store on one side, as many contiguous rows on the other.
 cdef struct Move:
-    char* rows                  # row 0 of block 0
-    char* linear                # the row of position `start`
-    const int32_t* table
-    Py_ssize_t block_size
+    char* rows                  # of one layer of the store
+    char* linear
+    Places places
     Py_ssize_t row_bytes        # in the store
     Py_ssize_t linear_bytes     # of a contiguous row
     const RowFormat* format     # what to convert to or from, or NULL
-    Py_ssize_t start
     Py_ssize_t n
     Py_ssize_t rows_per_task
     bint gather                 # rows -> linear; otherwise linear -> rows
@@ -94,148 +92,109 @@ cdef void convert_rows(char* dst, const char* src, Py_ssize_t n, const RowFormat
             stream_bytes(dst + i * dst_bytes, made, dst_bytes)
 
 
-# --- positions ---------------------------------------------------------------------------------------
+# --- some rows, wherever they are --------------------------------------------------------------------
 
-cdef void move_positions(void* context, Py_ssize_t index) noexcept nogil:
-    """Task `index` of a Move: its rows_per_task positions, a run of neighbouring blocks at a time."""
-    cdef Move* move = <Move*>context
-    cdef Py_ssize_t block_size = move.block_size
-    cdef Py_ssize_t position = move.start + index * move.rows_per_task
-    cdef Py_ssize_t end = min(position + move.rows_per_task, move.start + move.n)
-    cdef char* linear = move.linear + (position - move.start) * move.linear_bytes
-    cdef Py_ssize_t block, run_end, n_bytes
-    cdef char* rows
-    while position < end:
-        block = position // block_size
-        rows = move.rows + (move.table[block] * block_size + position % block_size) * move.row_bytes
-        run_end = (block + 1) * block_size
-        while run_end < end and move.table[block + 1] == move.table[block] + 1:
-            block += 1
-            run_end += block_size
-        run_end = min(run_end, end)
-        n_bytes = (run_end - position) * move.row_bytes
-        if move.format is not NULL:
-            if move.gather:
-                convert_rows(linear, rows, run_end - position, move.format, False, move.stream)
-            else:
-                convert_rows(rows, linear, run_end - position, move.format, True, move.stream)
-        elif move.gather:
-            move_bytes(linear, rows, n_bytes, move.stream)
+cdef inline Py_ssize_t run_at(const Places* places, Py_ssize_t i, Py_ssize_t end, Py_ssize_t* row) noexcept nogil:
+    """Where the i-th row is, and how far those up to the end follow it there as neighbours."""
+    cdef Py_ssize_t block, run_end
+    row[0] = row_at(places, i)
+    if places.slots is not NULL:
+        run_end = i + 1
+        while run_end < end and places.slots[run_end] == places.slots[run_end - 1] + 1:
+            run_end += 1
+        return run_end
+    block = (places.start + i) // places.block_size
+    run_end = (block + 1) * places.block_size - places.start
+    while run_end < end and places.table[block + 1] == places.table[block] + 1:
+        block += 1
+        run_end += places.block_size
+    return min(run_end, end)
+
+
+cdef inline void move_run(const Move* move, Py_ssize_t i, Py_ssize_t n, Py_ssize_t row) noexcept nogil:
+    cdef char* rows = move.rows + row * move.row_bytes
+    cdef char* linear = move.linear + i * move.linear_bytes
+    if move.format is not NULL:
+        if move.gather:
+            convert_rows(linear, rows, n, move.format, False, move.stream)
         else:
-            move_bytes(rows, linear, n_bytes, move.stream)
-        linear += (run_end - position) * move.linear_bytes
-        position = run_end
+            convert_rows(rows, linear, n, move.format, True, move.stream)
+    elif move.gather:
+        move_bytes(linear, rows, n * move.row_bytes, move.stream)
+    else:
+        move_bytes(rows, linear, n * move.row_bytes, move.stream)
+
+
+cdef void move_rows(void* context, Py_ssize_t index) noexcept nogil:
+    """Task `index` of a Move: its rows_per_task rows, a run of neighbours at a time."""
+    cdef const Move* move = <const Move*>context
+    cdef Py_ssize_t i = index * move.rows_per_task, end = min(i + move.rows_per_task, move.n), run_end, row
+    while i < end:
+        run_end = run_at(&move.places, i, end, &row)
+        move_run(move, i, run_end - i, row)
+        i = run_end
     if move.stream:
         stream_fence()
 
 
-cdef void run_move(Move* move, int n_threads) noexcept nogil:
+cdef inline void run_move(Move* move, int n_threads) noexcept nogil:
+    cdef Py_ssize_t unit
     move.stream = move.n * move.row_bytes >= STREAM_FROM
-    # Whole blocks a task, so that no two tasks write into one cache line of the store.
-    move.rows_per_task = max(1, TASK_BYTES // (move.row_bytes * move.block_size)) * move.block_size
+    move.rows_per_task = move.n
     if not move.stream or n_threads == 1:
-        move.rows_per_task = move.n
-    cdef Py_ssize_t n_tasks = (move.n + move.rows_per_task - 1) // move.rows_per_task
-    parallel_for(move_positions, move, n_tasks, n_threads)
+        move_rows(move, 0)
+        return
+    # Whole blocks a task, so that no two tasks write into one cache line of the store.
+    unit = 1 if move.places.slots is not NULL else move.places.block_size
+    move.rows_per_task = max(1, TASK_BYTES // (move.row_bytes * unit)) * unit
+    parallel_for(move_rows, move, (move.n + move.rows_per_task - 1) // move.rows_per_task, n_threads)
 
 
-cdef void gather_blocks(
-        float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const int32_t* table,
-        Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
-    """dst[i] = row of position start + i, for i in [0, n)."""
+cdef void gather_rows(
+        float[:, ::1] dst, const stored_t[:, ::1] store_rows, const RowFormat* format, const Places* places,
+        Py_ssize_t n, int n_threads) noexcept nogil:
+    """dst[i] = the i-th of those rows, for i in [0, n)."""
     cdef Move move
     if n == 0:
         return
     move.rows = <char*>&store_rows[0, 0]
     move.linear = <char*>&dst[0, 0]
-    move.table = table
-    move.block_size = block_size
+    move.places = places[0]
     move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
     move.linear_bytes = dst.shape[1] * sizeof(float)
     move.format = format
-    move.start = start
     move.n = n
     move.gather = True
     run_move(&move, n_threads)
 
 
-cdef void append_rows(
-        stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int32_t* table,
-        Py_ssize_t block_size, Py_ssize_t start, Py_ssize_t n, int n_threads) noexcept nogil:
-    """Row of position start + i = row i of src, for i in [0, n)."""
+cdef void write_rows(
+        stored_t[:, :, ::1] store_rows, Py_ssize_t layer, Py_ssize_t n_layers, const GivenRows* src, const RowFormat* format,
+        const Places* places, Py_ssize_t n, int n_threads) noexcept nogil:
+    """The i-th of those rows of layer `layer + j` = row j * n + i of src, for i in [0, n) and j in [0, n_layers)."""
+    cdef Py_ssize_t j
     cdef Move move
     if n == 0:
         return
-    move.rows = <char*>&store_rows[0, 0]
+    move.places = places[0]
     move.linear = <char*>src.data
-    move.table = table
-    move.block_size = block_size
-    move.row_bytes = store_rows.shape[1] * sizeof(stored_t)
+    move.row_bytes = store_rows.shape[2] * sizeof(stored_t)
     move.linear_bytes = src.row_bytes
     move.format = format
-    move.start = start
     move.n = n
     move.gather = False
-    run_move(&move, n_threads)
+    for j in range(n_layers):
+        move.rows = <char*>&store_rows[layer + j, 0, 0]
+        run_move(&move, n_threads)
+        move.linear += n * src.row_bytes
 
 
-# --- slots -------------------------------------------------------------------------------------------
-
-
-# One source row for each slot (a row number of the store).
-cdef struct Scatter:
-    char* rows
-    const char* src
-    const int64_t* slots
-    Py_ssize_t row_bytes
-    Py_ssize_t src_bytes
-    const RowFormat* format     # what to convert to, or NULL
-    Py_ssize_t n
-    Py_ssize_t rows_per_task
-    bint stream
-
-
-cdef void scatter_slots(void* context, Py_ssize_t index) noexcept nogil:
-    """Task `index` of a Scatter: its rows_per_task slots, a run of neighbouring slots at a time."""
-    cdef Scatter* scatter = <Scatter*>context
-    cdef Py_ssize_t i = index * scatter.rows_per_task
-    cdef Py_ssize_t end = min(i + scatter.rows_per_task, scatter.n)
-    cdef Py_ssize_t first
-    cdef char* rows
-    cdef const char* src
-    while i < end:
-        first = i
-        i += 1
-        while i < end and scatter.slots[i] == scatter.slots[i - 1] + 1:
-            i += 1
-        rows = scatter.rows + scatter.slots[first] * scatter.row_bytes
-        src = scatter.src + first * scatter.src_bytes
-        if scatter.format is not NULL:
-            convert_rows(rows, src, i - first, scatter.format, True, scatter.stream)
-        else:
-            move_bytes(rows, src, (i - first) * scatter.row_bytes, scatter.stream)
-    if scatter.stream:
-        stream_fence()
-
-
-cdef void scatter_rows(
-        stored_t[:, ::1] store_rows, GivenRows src, const RowFormat* format, const int64_t[::1] slots,
-        Py_ssize_t n, int n_threads) noexcept nogil:
-    """store_rows[slots[i]] = row i of src, for i in [0, n); no slot occurs twice."""
-    cdef Scatter scatter
-    if n == 0:
-        return
-    scatter.rows = <char*>&store_rows[0, 0]
-    scatter.src = src.data
-    scatter.slots = &slots[0]
-    scatter.row_bytes = store_rows.shape[1] * sizeof(stored_t)
-    scatter.src_bytes = src.row_bytes
-    scatter.format = format
-    scatter.n = n
-    scatter.stream = n * scatter.row_bytes >= STREAM_FROM
-    scatter.rows_per_task = max(1, TASK_BYTES // scatter.row_bytes) if scatter.stream else n
-    parallel_for(
-        scatter_slots, &scatter, (n + scatter.rows_per_task - 1) // scatter.rows_per_task, n_threads)
+cdef void write_row(char* dst, const GivenRows* src, Py_ssize_t i, const RowFormat* format) noexcept nogil:
+    """One row of the store = row i of src."""
+    if format is NULL:
+        memcpy(dst, src.data + i * src.row_bytes, src.row_bytes)
+    else:
+        convert_rows(dst, src.data + i * src.row_bytes, 1, format, True, False)
 
 
 # --- heads -------------------------------------------------------------------------------------------
@@ -314,23 +273,12 @@ cdef void place_rows(
     parallel_for(place_slots, &placing, (n + placing.rows_per_task - 1) // placing.rows_per_task, n_threads)
 
 
-# --- a few rows --------------------------------------------------------------------------------------
+# --- whole blocks ------------------------------------------------------------------------------------
 
 cdef void copy_rows(stored_t[:, ::1] store_rows, Py_ssize_t dst_row, Py_ssize_t src_row, Py_ssize_t n) noexcept nogil:
     """store_rows[dst_row + i] = store_rows[src_row + i], for i in [0, n)."""
     if n > 0:
         memcpy(&store_rows[dst_row, 0], &store_rows[src_row, 0], n * store_rows.shape[1] * sizeof(stored_t))
-
-
-cdef void put_step(
-        stored_t[:, :, ::1] store_rows, Py_ssize_t row, GivenRows src, const RowFormat* format) noexcept nogil:
-    """store_rows[layer, row] = row `layer` of src, for every layer."""
-    cdef Py_ssize_t layer
-    for layer in range(store_rows.shape[0]):
-        if format is NULL:
-            memcpy(&store_rows[layer, row, 0], src.data + layer * src.row_bytes, src.row_bytes)
-        else:
-            convert_rows(<char*>&store_rows[layer, row, 0], src.data + layer * src.row_bytes, 1, format, True, False)
 
 
 cdef void erase_rows(stored_t[:, ::1] store_rows, Py_ssize_t row, Py_ssize_t n) noexcept nogil:
