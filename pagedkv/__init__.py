@@ -8,7 +8,7 @@ attention reads straight through the tables. Each name below has a page of its o
 - Attention over blocks that somebody else manages: `AttentionBatch`.
 - Models whose layers need several stores, over one budget of bytes: `ModelStores`, with a `LayerGroup` for each
   `LayerShape`, and `ModelSequence`. `Step` and `reorder` take them as they take a store.
-- Beginnings that are computed once: `PrefixCache` with `PrefixHandle`. Forks: `PagedKvCache.clone`, `reorder`.
+- Beginnings computed once: `PrefixCache`, `PrefixHandle`, `KnownBlock`. Forks: `PagedKvCache.clone`, `reorder`.
 - Blocks as they are stored: `PagedKvStore.pieces` with `BlockPieces`, `PagedKvStore.fill` with `BlockFilling`.
 - Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
 - Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `GroupStats`, `PrefixStats`, `cpu_info` with
@@ -46,7 +46,7 @@ from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.prefix import PrefixCache, PrefixHandle
 from pagedkv.sequence import PagedKvCache
 from pagedkv.shapes import LayerShape
-from pagedkv.stats import GroupStats, PrefixStats, StoreStats
+from pagedkv.stats import GroupStats, KnownBlock, PrefixStats, StoreStats
 from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
@@ -62,6 +62,7 @@ __all__ = [
     "BlockPieces",
     "CpuInfo",
     "GroupStats",
+    "KnownBlock",
     "KvBlockPool",
     "KvCache",
     "KvPoolExhausted",

@@ -4,6 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
 from pagedkv._radix.order cimport radix_recount
+from pagedkv._radix.picture cimport Extent, Piece
 from pagedkv._radix.tree cimport Insertion
 
 # Fills a block of the owner's with what nobody may read.
@@ -125,6 +126,9 @@ cdef class BlockAllocator:
     # The same, and they are held from now on. What other threads have left no memory for meanwhile is given up at once.
     cdef Py_ssize_t insert(self, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
                            Insertion* insertion) noexcept
+    # Copies of a namespace and of all names, into room that is as large: False where it is not, and what room is needed.
+    cdef bint copy_space(self, Key key, Extent* extent, Piece* pieces, int64_t* tokens, int32_t* blocks) noexcept
+    cdef bint copy_names(self, int64_t* n_names, int64_t* n_bytes, int64_t* lengths, char* bytes) noexcept
     # How many blocks went.
     cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept
     cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept

@@ -30,6 +30,7 @@ from pagedkv._arrays cimport as_index, empty_ids
 from pagedkv._radix.faults cimport radix_fault
 from pagedkv._radix.nodes cimport HOLE, Key, Mark, RadixTree, first_needed, radix_free, radix_new
 from pagedkv._radix.order cimport UNKNOWN, radix_end_terms, radix_goes_before, radix_is_idle, radix_kind
+from pagedkv._radix.picture cimport Extent, Piece, radix_copy_names, radix_copy_space
 from pagedkv._radix.tree cimport (
     Insertion, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_is_prepared,
     radix_match, radix_prepare_insert, radix_use)
@@ -380,6 +381,18 @@ cdef class BlockAllocator:
             if n >= 0:
                 radix_insert(self.tree, key, table, priority, expires, mark, insertion)
         return max(n, 0)
+
+    cdef bint copy_space(self, Key key, Extent* extent, Piece* pieces, int64_t* tokens, int32_t* blocks) noexcept:
+        cdef bint done
+        with cython.critical_section(<object>self.budget):
+            done = radix_copy_space(self.tree, key, extent, pieces, tokens, blocks)
+        return done
+
+    cdef bint copy_names(self, int64_t* n_names, int64_t* n_bytes, int64_t* lengths, char* bytes) noexcept:
+        cdef bint done
+        with cython.critical_section(<object>self.budget):
+            done = radix_copy_names(self.tree, n_names, n_bytes, lengths, bytes)
+        return done
 
     cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept:
         cdef Py_ssize_t n_gone

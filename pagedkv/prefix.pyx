@@ -18,6 +18,7 @@ from pagedkv._groups cimport as_sequence, as_stores, windows_of
 from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree, common
 from pagedkv._radix.order cimport UNPROTECTED, radix_kind
 from pagedkv._radix.tree cimport Insertion, radix_drop
+from pagedkv.known cimport key_of, key_of_all, names_of, walk
 from pagedkv.sequence cimport PagedKvCache, blocks_for, new_table
 from pagedkv.store cimport PagedKvStore
 
@@ -369,6 +370,43 @@ cdef class PrefixCache:
         ids, name = as_token_ids(tokens), as_namespace(namespace)
         return self.attach_all(as_sequence(cache, self.homes), ids, name)
 
+    def namespaces(self):
+        """The names of the namespaces in which something is known now: a list of bytes, with None first if it is one.
+
+        Of a model's `stores` it looks at the first, and ``groups`` has one for each.
+        """
+        self.check_made()
+        return names_of(self.at(0).blocks)
+
+    def walk(self, *, namespace=...):
+        """What is known, block by block: an iterator of `KnownBlock`.
+
+        Of a namespace it shows what is known in it at one moment, when its first block is asked for, whatever changes while
+        the iterator is read; every block comes after those before it in its sequence. The namespaces are those of now: what
+        comes later is not seen, what has gone until its turn is left out. One of them at a time is copied, 8 bytes for each
+        of its tokens. It is no use of the blocks, and they are not retained: those that were seen may be evicted at once.
+        Of a model's `stores` it looks at the first, and ``groups`` has one for each.
+
+        Parameters
+        ----------
+        namespace : bytes or None, optional
+            All of them without it; None is one of its own.
+
+        Returns
+        -------
+        iterator of KnownBlock
+            A block comes once for each of its names.
+
+        Raises
+        ------
+        TypeError
+            ``namespace`` is no bytes and not None.
+        """
+        self.check_made()
+        cdef PagedKvStore store = self.at(0)
+        names = names_of(store.blocks) if namespace is ... else [as_namespace(namespace)]
+        return walk(store.blocks, self, store.block_size, names)
+
     # --- reading, of tokens that are checked ---
 
     def _match(self, const int64_t[::1] ids not None, bytes name):
@@ -564,7 +602,7 @@ cdef class PrefixCache:
             raise RuntimeError("PrefixCache: __init__ has not run")
         return 0
 
-    cdef double now(self) except? -1:
+    cpdef double _now(self) except? -1:
         self.check_made()
         given = self.clock()
         if not isinstance(given, (int, float, np.integer, np.floating)):
@@ -581,14 +619,14 @@ cdef class PrefixCache:
         if seconds is None:
             self._end_terms()
             return NEVER
-        return self.now() + <double>seconds
+        return self._now() + <double>seconds
 
     cpdef double _end_terms(self) except? -1:
         """Let go of what was protected until now."""
         self.check_made()
         for store in self.homes:
             if (<PagedKvStore>store).blocks.has_terms():
-                return self.now()
+                return self._now()
         return 0
 
     # --- starting on what is known ---
@@ -702,25 +740,6 @@ cdef class PrefixCache:
                 free(told[i].table)
                 told[i].table = NULL
         return n_new
-
-
-cdef Key key_of(bytes name, const int64_t[::1] ids, Py_ssize_t n) noexcept:
-    """What the books look for; both objects have to outlive it."""
-    cdef Key key = key_of_all(name)
-    if n > 0:
-        key.n = n
-        key.ids = &ids[0]
-    return key
-
-
-cdef Key key_of_all(bytes name) noexcept:
-    """The same for a whole namespace."""
-    cdef Key key
-    key.name = NULL if name is None else <char*>name
-    key.n_bytes = -1 if name is None else len(name)
-    key.n = 0
-    key.ids = NULL
-    return key
 
 
 def common_length(const int64_t[::1] a not None, const int64_t[::1] b not None):

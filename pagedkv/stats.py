@@ -1,8 +1,11 @@
-"""Snapshots of counters: plain values that stay as they were. They import nothing, since every owner returns them."""
+"""Snapshots of counters, and of what is known: plain values that stay as they were."""
 
 import inspect
 import re
 from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 _T = TypeVar("_T", bound=type)
 
@@ -164,3 +167,53 @@ class PrefixStats(NamedTuple):
     missed_tokens: int
     blocks_inserted: int
     blocks_evicted: int
+
+
+@with_field_docs
+class KnownBlock(NamedTuple):
+    """What `PrefixCache.walk` returns for each block that is known under some tokens: a named tuple.
+
+    Attributes
+    ----------
+    namespace : bytes or None
+        In which namespace.
+    id : int
+        Of this place among the tokens, 1 to 2**64 - 1: it stands for these tokens and all before them, whichever block
+        holds them, and never for others in the same prefix cache.
+    parent : int
+        The id of the place before it, 0 at the beginning. With a ``window``, no block need be known there.
+    position : int
+        Of its first token: a multiple of the block size.
+    tokens : int64 array ``[block_size]``
+        Read-only.
+    block : int
+        The id of the store's block.
+    priority : int
+        As it was inserted, or higher.
+    remaining : float or None
+        Seconds for which it is not evicted; infinite for good, None without a term.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store, cache = pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2), pagedkv.PagedKvCache()
+    >>> prefixes = pagedkv.PrefixCache(store)
+    >>> cache.append_contiguous(store, *np.ones((2, 8, 2), np.float32), 8)
+    >>> blocks = prefixes.insert(range(8), cache)
+    >>> first, second = prefixes.walk()
+    >>> second.position, second.tokens.tolist(), second.block, second.parent == first.id
+    (4, [4, 5, 6, 7], 1, True)
+    """
+
+    namespace: bytes | None
+    id: int
+    parent: int
+    position: int
+    tokens: npt.NDArray[np.int64]
+    block: int
+    priority: int
+    remaining: float | None

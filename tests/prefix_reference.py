@@ -37,6 +37,10 @@ class Prefixes:
 
     # --- looking ---
 
+    def remaining(self, entry):
+        left = None if entry.until is None else entry.until - self.now()
+        return left if left is not None and left > 0 else None
+
     def common(self, namespace, tokens):
         """How many of the tokens begin something known."""
         best = 0

@@ -283,6 +283,17 @@ class Machine(RuleBasedStateMachine):
                 assert got.tolist() == self.twin.shared_blocks(space, n, key)
                 if self.twin.window is None:
                     assert got[-1] == entry.block
+        assert set(self.prefixes.namespaces()) == set(self.twin.spaces)
+        walked = [
+            (b.namespace, b.position, tuple(b.tokens.tolist()), b.block, b.priority, b.remaining)
+            for b in self.prefixes.walk()
+        ]
+        assert Counter(walked) == Counter(
+            (space, len(key) - self.size, key[-self.size :], entry.block, entry.priority, self.twin.remaining(entry))
+            for space, known in self.twin.spaces.items()
+            for key, entry in known.items()
+            if entry.block is not None
+        )
         self.prefixes.check()
 
     @invariant()

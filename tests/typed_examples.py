@@ -356,6 +356,11 @@ def example_prefixes() -> None:
     store, cache = make_store(), pagedkv.PagedKvCache()
     prefixes = pagedkv.PrefixCache(store, clock=lambda: 0.0, window=8)
     assert_type(prefixes.window, int | None)
+    assert_type(prefixes.namespaces(), list[bytes | None])
+    for block in prefixes.walk(namespace=None):
+        assert_type(block, pagedkv.KnownBlock)
+        assert_type(block.tokens, npt.NDArray[np.int64])
+        assert_type(block.remaining, float | None)
     cache.append_contiguous(store, ones(9, 16), ones(9, 16), 9)
     assert_type(prefixes.insert(range(9), cache, namespace=b"a", priority=1, ttl=60.0), int)
     assert_type(prefixes.match([*range(8), 99], namespace=b"a"), int)

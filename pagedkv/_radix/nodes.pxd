@@ -14,6 +14,7 @@ cdef extern from *:
 cdef enum:
     MAX_ITEMS = 0x7fffffff          # a place in a pool, or a block's holders, are counted to there
     HOLE = -1                       # as in a sequence's table: the tokens are known, and their block is not
+    ID_RANGE = 0x10000              # a node has ids for so many places, or for a multiple of them
 
 
 # What of a node could be given up now; what comes first goes first.
@@ -36,6 +37,8 @@ cdef struct Node:
     double expires          # its blocks must stay until then; NEVER without a term
     uint64_t used           # when it was; a parent later than its children
     uint64_t number         # no other node ever has the same; another one once tokens were cut off its end
+    uint64_t first_id       # the id of place 0 of every path that passes here, if its places were this node's; modulo 2**64
+    int32_t is_cut          # other tokens than its own may have followed it: what does from now on has ids of its own
     int32_t n_blocks        # holes too
     int32_t n_idle          # of its blocks, those that could be given up now
     int32_t parent          # of a free node, the next free one
@@ -109,6 +112,7 @@ cdef struct RadixTree:
     uint64_t* n_uses        # of this tree and of others that are in one order with it
     uint64_t n_numbers      # that nodes have had
     uint64_t n_named        # namespaces
+    uint64_t n_ids          # of places for blocks: each belongs to the tokens that lead there, and never to others
     uint64_t n_changes      # of what is known, and of its order
     int32_t gone_first, gone_last               # blocks without a place, whose reference waits to be given back; + 1
     int64_t n_held, n_evictable, n_namespaces   # blocks, of them those that could be given up, namespaces
@@ -133,6 +137,10 @@ cdef int32_t find(const RadixTree* tree, Key key, int64_t* n) noexcept nogil
 cdef int32_t find_from(const RadixTree* tree, Key key, const Mark* mark, int64_t* n) noexcept nogil
 # How many of n tokens at the beginning are equal.
 cdef Py_ssize_t common(const int64_t* a, const int64_t* b, Py_ssize_t n) noexcept nogil
+# Ids for so many places that begin at one.
+cdef uint64_t take_ids(RadixTree* tree, int64_t place, int64_t n) noexcept nogil
+# Whether a node has ids for n more places behind its end.
+cdef bint has_ids(const RadixTree* tree, const Node* it, int64_t n) noexcept nogil
 # Where the block ends that has the last of n tokens.
 cdef int64_t block_end(const RadixTree* tree, int64_t n) noexcept nogil
 # The first position that a query after n others sees.

@@ -16,6 +16,7 @@ cdef RadixTree* radix_new(Py_ssize_t block_size, Py_ssize_t total, int64_t windo
     tree.counts = counts
     tree.seed = seed
     tree.n_nodes = tree.n_spaces = tree.n_names = 1
+    tree.n_ids = ID_RANGE  # 0 is none
     tree.places = <Place*>raw_calloc(max(total, 1), sizeof(Place))  # untouched memory costs nothing
     if tree.places is NULL:
         raw_free(tree)
@@ -160,6 +161,17 @@ cdef int32_t walk(const RadixTree* tree, int32_t node, int64_t before, Key key, 
     return node
 
 
+cdef uint64_t take_ids(RadixTree* tree, int64_t place, int64_t n) noexcept nogil:
+    cdef uint64_t first = tree.n_ids
+    tree.n_ids += <uint64_t>((n + ID_RANGE - 1) // ID_RANGE * ID_RANGE)
+    return first - <uint64_t>place
+
+
+cdef bint has_ids(const RadixTree* tree, const Node* it, int64_t n) noexcept nogil:
+    cdef int64_t used = <int64_t>((it.first_id + <uint64_t>(it.end // tree.block_size)) % ID_RANGE)
+    return not it.is_cut and used and used + n <= ID_RANGE
+
+
 cdef int64_t block_end(const RadixTree* tree, int64_t n) noexcept nogil:
     return (n + tree.block_size - 1) // tree.block_size * tree.block_size
 
@@ -271,7 +283,8 @@ cdef int32_t new_node(RadixTree* tree, int32_t space, int32_t parent, int64_t st
     it.used = 0
     tree.n_numbers += 1
     it.number = tree.n_numbers
-    it.n_blocks = it.n_idle = 0
+    it.first_id = 0
+    it.is_cut = it.n_blocks = it.n_idle = 0
     it.parent = parent
     it.child = it.next = it.previous = 0
     it.space = space

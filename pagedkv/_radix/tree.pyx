@@ -30,8 +30,8 @@ from libc.string cimport memcpy, memmove, memset
 
 from pagedkv._radix.nodes cimport (
     AT_END, HOLE, INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find,
-    find_from, first_needed, hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc, reserve,
-    reserve_nodes, root_of, shrink, unlink, unlist, usable)
+    find_from, first_needed, has_ids, hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc,
+    reserve, reserve_nodes, root_of, shrink, take_ids, unlink, unlist, usable)
 from pagedkv._radix.order cimport (
     add_place, list_term, mend_node, mend_space, protect, radix_is_idle, rank_of, remove_place, rename_place, set_rank,
     settle, unlist_term)
@@ -106,6 +106,8 @@ cdef int32_t do_cut(RadixTree* tree, Cut* cut) noexcept nogil:
     upper = new_node(tree, it.space, it.parent, it.start, cut.at, cut.key, cut.blocks, it.hash)
     above = &tree.nodes[upper]
     above.priority = it.priority
+    above.first_id = it.first_id
+    above.is_cut = True
     above.used = it.used  # it is used at once, and then later than what is below
     above.n_blocks = <int32_t>n_blocks
     above.expires = it.expires
@@ -314,7 +316,7 @@ cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* ta
     node = &tree.nodes[it.node]
     # One node for a sequence that grows: looking it up stays one comparison.
     it.in_place = (it.n_new and it.node and node.parent and node.child == 0 and it.n == node.end
-                   and node.priority <= priority and node.expires <= expires)
+                   and node.priority <= priority and node.expires <= expires and has_ids(tree, node, it.n_new))
     if prepare_growth(tree, key, it) < 0:
         radix_drop(it)
         return -1
@@ -352,6 +354,7 @@ cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t p
             node = new_node(tree, tree.nodes[node].space, node, n, end, fresh.key, fresh.blocks,
                             hash_of_child(tree, node, key.ids[n - fresh.before]))
             tree.nodes[node].priority = priority
+            tree.nodes[node].first_id = take_ids(tree, n // tree.block_size, n_new)
             link_first(tree, node)
             settle(tree, tree.nodes[node].parent)
         it = &tree.nodes[node]
@@ -454,6 +457,7 @@ cdef void finish(RadixTree* tree, int32_t node) noexcept nogil:
             if end < it.end:  # others may follow in place of the tokens that go: no mark is to take them for its own
                 tree.n_numbers += 1
                 it.number = tree.n_numbers
+                it.is_cut = True
             it.end = end
             shrink(it)
             settle(tree, node)
