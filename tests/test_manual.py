@@ -33,7 +33,7 @@ FILES = {
         *(f"pagedkv.groups.{part}" for part in ("sequence", "stores")),
         "pagedkv.shapes.layers",
     ],
-    "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "tier")],
+    "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "saving_prefixes", "tier")],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.vllm": ["pagedkv.integrations.vllm"],
     "pagedkv.integrations.transformers": [

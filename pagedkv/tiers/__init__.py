@@ -19,6 +19,7 @@ Examples
 from pagedkv.tiers.files import FileTier
 from pagedkv.tiers.records import Chunk, KeySpace, Record, RecordFormat, encode, room_for, what_is_wrong
 from pagedkv.tiers.saving import Saved, restore_sequence, save_sequence
+from pagedkv.tiers.saving_prefixes import Restored, restore_prefixes, save_prefixes
 from pagedkv.tiers.tier import Fetched, Tier, TierStats, fetch
 
 __all__ = [
@@ -28,13 +29,16 @@ __all__ = [
     "KeySpace",
     "Record",
     "RecordFormat",
+    "Restored",
     "Saved",
     "Tier",
     "TierStats",
     "encode",
     "fetch",
+    "restore_prefixes",
     "restore_sequence",
     "room_for",
+    "save_prefixes",
     "save_sequence",
     "what_is_wrong",
 ]

@@ -41,7 +41,7 @@ _Ids: TypeAlias = npt.NDArray[np.int64]
 
 @with_field_docs
 class Saved(NamedTuple):
-    """What `save_sequence` returns: a named tuple.
+    """What `save_sequence` and `save_prefixes` return: a named tuple.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Saved(NamedTuple):
 # --- writing -------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class FileWriter:
     """A file that is there as a whole, or not: under another name until it is on the disk."""
 
     def __init__(self, path: str | os.PathLike[str], progress: Progress | None) -> None:
@@ -83,7 +83,7 @@ class _Writer:
         self.tokens = self.records = 0
         self.seen: set[tuple[bytes, int]] = set()
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> FileWriter:
         self.file = Descriptor(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         return self
 
@@ -213,7 +213,7 @@ def save_sequence(
             raise ValueError(f"caches[{i}]: expected one of {max(len(ids), 1)} positions, got {cache!r}")
         stores.append(cache.store)
     spaces = _spaces(stores, model, namespace, windows)
-    with _Writer(path, progress) as file:
+    with FileWriter(path, progress) as file:
         file.total = sum(len(ids) * space.format.block_bytes // space.format.block_size for space in spaces)
         for space in spaces:
             file.write([memoryview(encode_description(space))])
@@ -239,7 +239,7 @@ def _spaces(
 # --- reading -------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class FileReader:
     """A saved file: what it is of, and its chunks in turn."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -276,7 +276,7 @@ class _Reader:
         return what_is_wrong(chunk, into)
 
 
-class _Path:
+class Path:
     """Chunks that follow one another, in blocks that are held: a path of tokens."""
 
     def __init__(self, store: PagedKvStore) -> None:
@@ -381,9 +381,9 @@ def restore_sequence(
     model: expected b'another', got b'a model'
     """
     several = [stores] if isinstance(stores, PagedKvStore) else list(stores)
-    spaces, file = _spaces(several, model, namespace, windows), _Reader(path)
+    spaces, file = _spaces(several, model, namespace, windows), FileReader(path)
     _check_groups(file, spaces)
-    paths, ids, end = [_Path(store) for store in several], [b""] * len(several), START_BYTES
+    paths, ids, end = [Path(store) for store in several], [b""] * len(several), START_BYTES
     try:
         for at, header, head in file.headers():
             if header.kind == DESCRIPTION:
@@ -392,7 +392,7 @@ def restore_sequence(
                 raise ValueError(f"path: expected a whole file, got one with a wrong root: {file.path}")
             group = file.spaces[header.root].format.group
             own = paths[group]
-            wrong = _extend(file, at, header, head, own, spaces[group])
+            wrong = extend(file, at, header, head, own, spaces[group])
             if wrong == "no room":
                 needed = header.payload_bytes // spaces[group].format.block_bytes
                 raise PagedStoreExhausted(needed, own.store.free_block_count, own.store.total_blocks)
@@ -411,7 +411,7 @@ def restore_sequence(
             own.release()
 
 
-def _extend(file: _Reader, at: int, header: Header, head: bytes, own: _Path, space: KeySpace) -> str | None:
+def extend(file: FileReader, at: int, header: Header, head: bytes, own: Path, space: KeySpace) -> str | None:
     """What is wrong with the record there as the next one of a path."""
     if not head_is_whole(head):
         return "header checksum"
@@ -423,7 +423,7 @@ def _extend(file: _Reader, at: int, header: Header, head: bytes, own: _Path, spa
     return own.extend(chunk, lambda views: file.load(at, chunk, views))
 
 
-def _check_groups(file: _Reader, spaces: Sequence[KeySpace]) -> None:
+def _check_groups(file: FileReader, spaces: Sequence[KeySpace]) -> None:
     found = {space.format.group: space for space in file.spaces.values()}
     if len(found) != len(spaces) or set(found) != set(range(len(spaces))):
         raise ValueError(f"stores: expected one for each of {len(found)} groups, as the file has, got {len(spaces)}")
