@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, le, mul
-from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex
 
+from pagedkv._arrays import as_size
 from pagedkv._groups import bytes_of
 from pagedkv._keys import Tokens, as_count, as_namespace, as_token_ids
+from pagedkv._windows import first_held, growth
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.stats import with_field_docs
@@ -64,12 +67,17 @@ class Waiting:
         Positions that it will have at most. Without it, as many as it starts with.
     namespace : bytes, optional
         Where the prefix cache looks it up.
-    cache : PagedKvCache, optional
+    cache : PagedKvCache or ModelSequence, optional
         A sequence that holds blocks already, such as a fork, and is not looked up. The positions above count from
         its beginning; a shared block that has to be copied first counts as one that is needed.
     first_position : int, optional
         Positions before it that are known are given back at once, as a window leaves them behind: whole blocks of them
-        can be evicted again, and do not count among the most that it holds.
+        can be evicted again, and do not count among the most that it holds. What the windows of a model or of a prefix
+        cache leave behind counts so by itself.
+    chunk : int, optional
+        It grows by that many positions at a time, and drops what its windows have left behind: where there is a window,
+        it starts with the blocks that `ModelSequence.reserve` takes, and never holds more. Without it, it grows at
+        once.
 
     Notes
     -----
@@ -89,8 +97,9 @@ class Waiting:
     n_positions: SupportsIndex | None = None
     n_most: SupportsIndex | None = None
     namespace: bytes | None = None
-    cache: PagedKvCache | None = None
+    cache: PagedKvCache | _Sequence | None = None
     first_position: SupportsIndex = 0
+    chunk: SupportsIndex | None = None
 
 
 @with_field_docs
@@ -103,7 +112,7 @@ class Admission(NamedTuple):
         Its blocks are free; they are when the prefix cache gives some up, as the store has it do; it has to wait for
         others to give back; the store is too small for it.
     n_blocks : int
-        Blocks that are to be taken for it when it starts.
+        Blocks that are to be taken for it when it starts; of a model, in all stores together.
     n_reused : int
         Positions whose K/V is there already.
 
@@ -172,25 +181,12 @@ def room_for(
     >>> pagedkv.room_for(store, fork), pagedkv.room_for(store)
     (Room(now=22, with_eviction=22, ever=26), Room(now=24, with_eviction=24, ever=32))
     """
-    if not isinstance(store, PagedKvStore):
-        return _room_in_all(store, cache, prefix)
-    prefix = _check(store, prefix)
-    n_evictable = 0 if prefix is None else prefix.evictable_block_count
-    if cache is None:
-        cache = PagedKvCache()
-    elif not isinstance(cache, PagedKvCache):
-        raise TypeError(f"cache: expected a PagedKvCache or None, got {type(cache).__name__}")
-    n_free = store.free_block_count
-    cache.blocks_needed_for(store, 0)  # refuses what is another store's, or in use
-    return Room(
-        _fitting(store, cache, n_free, None),
-        _fitting(store, cache, n_free + n_evictable, prefix),
-        store.total_blocks * store.block_size + cache.first_position - cache.seq_len,
-    )
+    named = _named(store, prefix)
+    return _room_in_all(named, cache) if named.is_model else _room_in_one(named, cache)
 
 
 def plan_admission(
-    store: PagedKvStore,
+    store: PagedKvStore | _Groups,
     waiting: Iterable[Waiting],
     *,
     prefix: PrefixCache | None = None,
@@ -204,14 +200,16 @@ def plan_admission(
 
     Parameters
     ----------
-    store : PagedKvStore
+    store : PagedKvStore or ModelStores
+        A model's requests need blocks in all of its stores, and bytes of the budget that these share.
     waiting : iterable of Waiting
         The one whose turn it is first.
     prefix : PrefixCache, optional
         That of the store, or of the model that the store is one of. Without it, nothing is known of any prompt, and
         nothing counts as evictable.
     keep_free : int, optional
-        Blocks, free or evictable, that are left for the running requests to grow into.
+        Blocks, free or evictable, that are left for the running requests to grow into; of a model, in each of its
+        stores.
     overtake : bool, optional
         Whether a request may start that fits while one before it has to wait. By default none may, so that a large
         request's turn comes.
@@ -246,81 +244,154 @@ def plan_admission(
     >>> [admission.verdict for admission in pagedkv.plan_admission(store, queue, overtake=True)]
     ['now', 'never', 'wait', 'now']
     """
-    prefix = _check(store, prefix)
-    n_evictable = 0 if prefix is None else prefix.evictable_block_count
-    n_free = store.free_block_count
-    n_kept = as_count(keep_free, "keep_free")
-    pinned: set[int] = set()  # found by requests that start: no longer evictable
+    named = _named(store, prefix)
+    stores, n_kept, supply = named.stores, as_count(keep_free, "keep_free"), _Supply(named)
+    pinned: list[set[int]] = [set() for _ in stores]  # found by requests that start: no longer evictable
     plan: list[Admission] = []
     someone_waits = False
     for place, request in enumerate(waiting):
         if not isinstance(request, Waiting):
             raise TypeError(f"waiting[{place}]: expected a Waiting, got {type(request).__name__}")
         try:
-            n_blocks, n_most, n_reused, found = _demand(store, prefix, request)
+            needed, most, n_reused, found = _demand(named, request)
         except (TypeError, ValueError) as error:
             raise type(error)(f"waiting[{place}]: {error}") from None
-        newly_pinned = found - pinned
-        n_left = n_free + n_evictable - len(newly_pinned) - n_blocks
+        new = [ids - known for ids, known in zip(found, pinned, strict=True)]
+        n_new = [len(ids) for ids in new]
         verdict: Literal["now", "evict", "wait", "never"] = "wait"
-        if n_most > store.total_blocks:
+        if not fits_alone(stores, most):
             verdict = "never"
-        elif n_left >= n_kept and (overtake or not someone_waits):
-            verdict = "now" if n_blocks <= n_free else "evict"
-            pinned |= newly_pinned
-            n_free = max(0, n_free - n_blocks)
-            n_evictable = n_left - n_free
+        elif (overtake or not someone_waits) and supply.covers([*map(add, needed, n_new)], n_kept):
+            verdict = "now" if supply.is_free(needed) else "evict"
+            supply.take(needed, n_new)
+            pinned = [known | ids for ids, known in zip(new, pinned, strict=True)]
         someone_waits |= verdict == "wait"
-        plan.append(Admission(verdict, n_blocks, n_reused))
+        plan.append(Admission(verdict, sum(needed), n_reused))
     return plan
 
 
-def _check(store: PagedKvStore, prefix: PrefixCache | None) -> PrefixCache | None:
-    """The prefix cache, as far as it is the store's."""
-    if not isinstance(store, PagedKvStore):
-        raise TypeError(f"store: expected a PagedKvStore, got {type(store).__name__}")
-    if prefix is None:
-        return None
-    if not isinstance(prefix, PrefixCache):
-        raise TypeError(f"prefix: expected a PrefixCache or None, got {type(prefix).__name__}")
-    if store not in prefix.stores:
-        raise ValueError("prefix: expected the store's own prefix cache, got another's")
-    return prefix.groups[prefix.stores.index(store)]
+def fits_alone(stores: tuple[PagedKvStore, ...], n_blocks: Sequence[int]) -> bool:
+    """Whether stores of one budget can have so many blocks each at once, when nobody else holds any."""
+    n_bytes = sum(map(mul, n_blocks, map(_block_bytes, stores)))
+    return all(map(le, n_blocks, [store.total_blocks for store in stores])) and n_bytes <= bytes_of(stores)[0]
 
 
-def _room_in_all(store: _Groups, sequence: object, prefix: PrefixCache | None) -> Room:
-    """Where stores share a budget: what each still has of its own, and the bytes that all of them have together."""
-    found = getattr(store, "stores", None)
-    stores: tuple[PagedKvStore, ...] = found if isinstance(found, tuple) else ()
-    if not stores or not all(isinstance(each, PagedKvStore) for each in stores):
+# --- what there is ---
+
+
+class _Supply:
+    """What stores of one budget have: free and evictable blocks, each of its own, and the bytes that all share."""
+
+    def __init__(self, named: _Named) -> None:
+        stores, prefix = named.stores, named.prefix
+        limit, held, evictable = bytes_of(stores)
+        self.sizes = [_block_bytes(store) for store in stores]
+        self.free = [store.total_blocks - store.stats().held_blocks for store in stores]
+        self.idle = [store.evictable_block_count if prefix else 0 for store in stores]
+        self.free_bytes = limit - held
+        self.idle_bytes = evictable if prefix else 0
+
+    def is_free(self, needed: Sequence[int]) -> bool:
+        """Whether so many blocks of each can be taken and nothing is evicted."""
+        return all(map(le, needed, self.free)) and self.bytes_of(needed) <= self.free_bytes
+
+    def covers(self, needed: Sequence[int], n_kept: int = 0) -> bool:
+        """Whether they can be taken with eviction, and so many more of each."""
+        every = [n + n_kept for n in needed]
+        n_bytes = self.free_bytes + self.idle_bytes
+        return all(map(le, every, map(add, self.free, self.idle))) and self.bytes_of(every) <= n_bytes
+
+    def take(self, needed: Sequence[int], pinned: Sequence[int]) -> None:
+        """What is left, when evictable ones are `pinned`. Which store gives up bytes does not matter to their sum."""
+        for i, (n, n_pinned) in enumerate(zip(needed, pinned, strict=True)):
+            n_evicted = max(0, n - self.free[i])
+            self.free[i] += n_evicted - n
+            self.idle[i] -= n_evicted + n_pinned
+        n_bytes = self.bytes_of(needed)
+        n_evicted = max(0, n_bytes - self.free_bytes)
+        self.free_bytes += n_evicted - n_bytes
+        self.idle_bytes -= n_evicted + self.bytes_of(pinned)
+
+    def bytes_of(self, n_blocks: Sequence[int]) -> int:
+        return sum(map(mul, n_blocks, self.sizes))
+
+
+def _block_bytes(store: PagedKvStore) -> int:
+    return store.nbytes // store.total_blocks
+
+
+# --- what was named ---
+
+
+class _Named(NamedTuple):
+    """What the caller named, a store or a model's, in one form for both."""
+
+    stores: tuple[PagedKvStore, ...]
+    windows: Sequence[int | None]  # what a query sees in each
+    prefix: PrefixCache | None  # as far as it is that of these stores
+    is_model: bool
+
+    def caches_of(self, cache: object) -> Sequence[PagedKvCache]:
+        """The cache that a sequence has in each store; new ones without one."""
+        if cache is None:
+            return [PagedKvCache() for _ in self.stores]
+        caches = None if isinstance(cache, type) else getattr(cache, "caches", None) if self.is_model else (cache,)
+        if not isinstance(caches, tuple) or len(caches) != len(self.stores) or not _all_are(caches, PagedKvCache):
+            wanted = "ModelSequence" if self.is_model else "PagedKvCache"
+            raise TypeError(f"cache: expected a {wanted} or None, got {type(cache).__name__}")
+        return caches
+
+
+def _named(store: PagedKvStore | _Groups, prefix: PrefixCache | None) -> _Named:
+    is_model = not isinstance(store, PagedKvStore)
+    stores = (getattr(store, "stores", None) if not isinstance(store, type) else None) if is_model else (store,)
+    if not isinstance(stores, tuple) or not stores or not _all_are(stores, PagedKvStore):
         raise TypeError(f"store: expected a PagedKvStore or ModelStores, got {type(store).__name__}")
-    caches: Sequence[PagedKvCache]
-    caches = [PagedKvCache() for _ in stores] if sequence is None else getattr(sequence, "caches", ())
-    if len(caches) != len(stores) or not all(isinstance(cache, PagedKvCache) for cache in caches):
-        raise TypeError(f"cache: expected a ModelSequence or None, got {type(sequence).__name__}")
-    for each in stores:
-        _check(each, prefix)
-    limit, held, evictable = bytes_of(stores)
-    sizes = [each.nbytes // each.total_blocks for each in stores]
-    unheld = [each.total_blocks - each.stats().held_blocks for each in stores]
-    idle = [each.evictable_block_count if prefix else 0 for each in stores]
-    room, could_be_room = limit - held, limit - held + (evictable if prefix else 0)
+    if prefix is not None:
+        if not isinstance(prefix, PrefixCache):
+            raise TypeError(f"prefix: expected a PrefixCache or None, got {type(prefix).__name__}")
+        if prefix.stores != stores:
+            if is_model or store not in prefix.stores:
+                raise ValueError("prefix: expected the store's own prefix cache, got another's")
+            prefix = prefix.groups[prefix.stores.index(store)]
+    if isinstance(store, PagedKvStore):  # its window is known to nobody but its prefix cache
+        return _Named(stores, (prefix.window if prefix else None,), prefix, is_model)
+    return _Named(stores, store.windows, prefix, is_model)
 
-    def fits(n: int, free: list[int], n_bytes: int) -> bool:
-        needed = [cache.blocks_needed_for(each, n) for each, cache in zip(stores, caches, strict=True)]
-        return all(map(le, needed, free)) and sum(map(mul, needed, sizes)) <= n_bytes
+
+def _all_are(items: Iterable[object], kind: type) -> bool:
+    return all([isinstance(item, kind) for item in items])
+
+
+# --- room ---
+
+
+def _room_in_one(named: _Named, sequence: object) -> Room:
+    [store], [cache], prefix = named.stores, named.caches_of(sequence), named.prefix
+    n_evictable = 0 if prefix is None else prefix.evictable_block_count
+    n_free = store.free_block_count
+    cache.blocks_needed_for(store, 0)  # refuses what is another store's, or in use
+    return Room(
+        _fitting(store, cache, n_free, None),
+        _fitting(store, cache, n_free + n_evictable, prefix),
+        store.total_blocks * store.block_size + cache.first_position - cache.seq_len,
+    )
+
+def _room_in_all(named: _Named, sequence: object) -> Room:
+    """Where stores share a budget: what each still has of its own, and the bytes that all of them have together."""
+    stores, caches, supply = named.stores, named.caches_of(sequence), _Supply(named)
+    limit = bytes_of(stores)[0]
+
+    def needed(n: int) -> list[int]:
+        return [cache.blocks_needed_for(each, n) for each, cache in zip(stores, caches, strict=True)]
 
     # Blocks of each as if nobody else held any: what a window has dropped counts as room.
     dropped = [cache.first_position // each.block_size for each, cache in zip(stores, caches, strict=True)]
-    n_table = min([(limit + sum(map(mul, dropped, sizes))) // sum(sizes), *map(add, _totals(stores), dropped)])
+    totals = [each.total_blocks for each in stores]
+    n_table = min([(limit + supply.bytes_of(dropped)) // sum(supply.sizes), *map(add, totals, dropped)])
     ever = max(0, n_table * stores[0].block_size - caches[0].seq_len)
-    now = bisect_left(range(1, ever + 1), True, key=lambda n: not fits(n, unheld, room))
-    evicting = list(map(add, unheld, idle))
-    return Room(now, bisect_left(range(1, ever + 1), True, key=lambda n: not fits(n, evicting, could_be_room)), ever)
-
-
-def _totals(stores: tuple[PagedKvStore, ...]) -> list[int]:
-    return [each.total_blocks for each in stores]
+    now = bisect_left(range(1, ever + 1), True, key=lambda n: not supply.is_free(needed(n)))
+    return Room(now, bisect_left(range(1, ever + 1), True, key=lambda n: not supply.covers(needed(n))), ever)
 
 
 def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int, prefix: PrefixCache | None) -> int:
@@ -342,22 +413,38 @@ def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int, prefix: Pr
     return max(0, index * size - cache.seq_len)
 
 
-def _demand(store: PagedKvStore, prefix: PrefixCache | None, request: Waiting) -> tuple[int, int, int, set[int]]:
-    """Blocks to take at the start; blocks held at most; positions that are known; evictable blocks among theirs."""
-    size, ids = store.block_size, as_token_ids(request.tokens)
+# --- what a request asks for ---
+
+
+def _demand(named: _Named, request: Waiting) -> tuple[list[int], list[int], int, list[set[int]]]:
+    """For each store the blocks to take at the start and those held at most, how many positions are known, and for each
+    store the evictable blocks among those that are found.
+    """
+    stores, prefix = named.stores, named.prefix
+    size, ids = stores[0].block_size, as_token_ids(request.tokens)
     n_positions = len(ids) if request.n_positions is None else as_count(request.n_positions, "n_positions")
     n_most = n_positions if request.n_most is None else as_count(request.n_most, "n_most")
     n_most = max(n_most, n_positions, len(ids))
     first = as_count(request.first_position, "first_position")
-    cache = request.cache
-    if cache is not None and not isinstance(cache, PagedKvCache):
-        raise TypeError(f"cache: expected a PagedKvCache or None, got {type(cache).__name__}")
-    if cache is not None and cache.capacity:
-        n_blocks = cache.blocks_needed_for(store, max(0, n_positions - cache.seq_len))
-        return n_blocks, -(-(n_most - cache.first_position) // size), cache.seq_len, set()
-    if prefix is None:
-        return -(-n_positions // size), -(-n_most // size), 0, set()
-    n_reused, [(shared, idle)] = prefix._look_up(ids, as_namespace(request.namespace))
-    n_dropped = min(first, n_reused) // size
-    found = set(shared[n_dropped:][idle[n_dropped:]].tolist())
-    return max(0, -(-n_positions // size) - len(shared)), -(-n_most // size) - n_dropped, n_reused, found
+    chunk = None if request.chunk is None else as_size(request.chunk, "chunk", 1, sys.maxsize)
+    caches = named.caches_of(request.cache)
+    runs = any([cache.capacity for cache in caches])
+    n_known, looked_up = caches[0].seq_len, tuple[tuple[Any, Any], ...]()
+    if prefix is not None and not runs:
+        n_known, looked_up = prefix._look_up(ids, as_namespace(request.namespace))
+    # Blocks that it does not hold, before those that it does.
+    gone = [cache.first_position // size if runs else min(first, n_known) // size for cache in caches]
+    if chunk is not None or not runs:
+        gone = [max(n, first_held(seen, n_known, size) // size) for n, seen in zip(gone, named.windows, strict=True)]
+    found = [set(ids[n:][idle[n:]].tolist()) for n, (ids, idle) in zip(gone, looked_up, strict=bool(looked_up))]
+
+    def growths(n: int) -> list[int]:
+        return [growth(window, n_known, max(0, n - n_known), chunk, size) for window in named.windows]
+
+    start = growths(n_positions)
+    if runs:
+        needed = [cache.blocks_needed_for(each, n) for each, cache, n in zip(stores, caches, start, strict=True)]
+    else:
+        needed = [-(-(n_known + n) // size) - n_known // size for n in start]
+    most = [-(-(n_known + n) // size) - n_gone for n, n_gone in zip(growths(n_most), gone, strict=True)]
+    return needed, most, n_known, found or [set() for _ in stores]

@@ -148,3 +148,109 @@ def refcounts(groups, sequences):
     """Of every block that sequences hold, how many do; group by group."""
     tables = [[each.tables[g] for each in sequences] for g in range(groups.n)]
     return [Counter(block for table in each for block in table if block is not None) for each in tables]
+
+
+# --- who may start ---
+
+
+class Knowledge:
+    """What a prefix cache of the groups knows: of each the blocks, by all tokens up to their end."""
+
+    def __init__(self, groups):
+        self.groups = groups
+        self.blocks = [{} for _ in range(groups.n)]
+
+    def insert(self, tokens, sequence):
+        size = self.groups.block_size
+        for known, table in zip(self.blocks, sequence.tables, strict=True):
+            for place in range(min(len(tokens), sequence.seq_len) // size):
+                key = tuple(tokens[: (place + 1) * size])
+                if table[place] is not None and key not in known:
+                    known[key] = table[place]
+                    table[place].holders += 1
+
+    def match(self, tokens):
+        """The longest beginning but for the last token of which all groups have what its next query sees."""
+        for n in range(len(tokens) - 1, -1, -1):
+            if all(self.serves(g, tokens[:n]) for g in range(self.groups.n)):
+                return n
+        return 0
+
+    def serves(self, g, tokens):
+        size, n, known = self.groups.block_size, len(tokens), self.blocks[g]
+        places = range(self.first(g, n), n // size)
+        whole = all(tuple(tokens[: (place + 1) * size]) in known for place in places)
+        part = n % size == 0 or any(key[:n] == tuple(tokens) for key in known if len(key) == (n // size + 1) * size)
+        return whole and part
+
+    def first(self, g, n):
+        window = self.groups.windows[g]
+        return 0 if window is None else max(0, n + 1 - window) // self.groups.block_size
+
+    def shared(self, g, tokens):
+        size, n = self.groups.block_size, len(tokens)
+        return {self.blocks[g][tuple(tokens[: (place + 1) * size])] for place in range(self.first(g, n), n // size)}
+
+    def idle(self, g):
+        return {block for block in self.blocks[g].values() if block.holders == 1}
+
+
+def most_blocks(groups, g, n_gone, n_positions, chunk):
+    """Blocks held at most by who begins with block `n_gone`, and drops what is behind after each of its chunks."""
+    size, window = groups.block_size, groups.windows[g]
+    n = n_positions - n_gone * size
+    if chunk is not None and window is not None:
+        n = min(n, window - 1 + chunk + size - 1)  # seen, new, and what lies before in the first block
+    return max(0, ceil(n / size))
+
+
+def plan(groups, known, requests, keep_free):
+    """The verdicts, each with the blocks to take and the positions known, by doing it with sets of blocks.
+
+    A request is its tokens, or a Sequence; how many positions it starts with, how many it will have, and its chunk.
+    """
+    idle = [known.idle(g) for g in range(groups.n)]
+    held = [blocks - unheld for blocks, unheld in zip(groups.held, idle, strict=True)]
+
+    def fit(sets, kept=0):
+        counts = [len(blocks) + kept for blocks in sets]
+        n_bytes = sum(n * size for n, size in zip(counts, groups.block_bytes, strict=True))
+        return n_bytes <= groups.limit and all(n <= total for n, total in zip(counts, groups.totals, strict=True))
+
+    answers, waits = [], False
+    for what, n_start, n_most, chunk in requests:
+        if isinstance(what, Sequence):
+            n, shared = what.seq_len, [set() for _ in range(groups.n)]
+            gone = [what.first_position(g) // groups.block_size for g in range(groups.n)]
+            if chunk is not None:
+                gone = [max(n_gone, known.first(g, n)) for g, n_gone in enumerate(gone)]
+        else:
+            n = known.match(what)
+            gone = [known.first(g, n) for g in range(groups.n)]
+            shared = [known.shared(g, what[:n]) for g in range(groups.n)]
+        at_start = [n_gone + most_blocks(groups, g, n_gone, max(n, n_start), chunk) for g, n_gone in enumerate(gone)]
+        if isinstance(what, Sequence):
+            # In positions: the table may be longer, and shared blocks are copied.
+            new = max(0, n_start - n)
+            held_now = [n - known.first(g, n) * groups.block_size for g in range(groups.n)]
+            if chunk is not None:
+                limits = [None if w is None else w - 1 + chunk + groups.block_size - 1 for w in groups.windows]
+                news = [new if most is None else max(0, min(new, most - has))
+                        for most, has in zip(limits, held_now, strict=True)]
+            else:
+                news = [new] * groups.n
+            fresh = [what.needed(g, each) for g, each in enumerate(news)]
+        else:
+            fresh = [count - n // groups.block_size for count in at_start]
+        most = [most_blocks(groups, g, n_gone, max(n, n_start, n_most), chunk) for g, n_gone in enumerate(gone)]
+        after = [old | mine | {Block() for _ in range(count)}
+                 for old, mine, count in zip(held, shared, fresh, strict=True)]
+        if not fit([range(count) for count in most]):
+            verdict = "never"
+        elif waits or not fit(after, keep_free):
+            verdict, waits = "wait", True
+        else:
+            verdict = "now" if fit([some | other for some, other in zip(after, idle, strict=True)]) else "evict"
+            held = after
+        answers.append((verdict, sum(fresh), n))
+    return answers

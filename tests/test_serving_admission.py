@@ -173,6 +173,34 @@ def test_the_default_keeps_a_hundredth_and_a_block_at_least():
         assert scheduler.counts.most_running == total - kept == total - math.ceil(total / 100)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_the_watermark_is_a_share_of_the_bytes_that_stores_share(share):
+    """Each store may have all of the budget: what is kept is a share of it, once, and not once for each store."""
+    shapes = [LayerShape(6, 1, 4), LayerShape(None, 1, 4), LayerShape(11, 1, 8)]
+    least = ModelStores(shapes, 1, block_size=SIZE).nbytes
+    stores = ModelStores.from_bytes(40 * least, shapes, block_size=SIZE)
+    assert all(store.total_blocks > 40 for store in stores.stores)
+    scheduler, model = Scheduler(stores, max_running=64, share_prefixes=False, watermark=share), Model(stores)
+    for n in range(64):
+        scheduler.submit([n] * SIZE, 1)
+    scheduler.step(model)
+    assert scheduler.counts.most_running == 40 - 40 * share  # each has a block in every store
+    run(scheduler, model)
+
+
+def test_the_watermark_follows_a_budget_that_is_resized():
+    stores = ModelStores.from_bytes(40 * 32, FLAT, block_size=1, max_bytes=80 * 32)
+    scheduler, model = Scheduler(stores, max_running=80, share_prefixes=False, watermark=0.5), Model(stores)
+    running = []
+    for n_blocks, n_expected in ((40, 20), (80, 40), (20, 10)):
+        stores.resize(n_blocks * 32)
+        for n in range(80):
+            scheduler.submit([n], 1)
+        running.append(len(scheduler.step(model)))
+        scheduler.close()
+        assert running[-1] == n_expected
+
+
 def test_a_watermark_of_everything_lets_one_run_at_a_time():
     stores = make_stores(20)
     scheduler, model = Scheduler(stores, watermark=np.float32(1)), Model(stores)

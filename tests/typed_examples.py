@@ -401,6 +401,9 @@ def example_admission() -> None:
     assert_type(plan[0].n_blocks + plan[0].n_reused, int)
     assert_type(plan[0].can_start, bool)
     assert not [one for one in plan if one.verdict == "later"]  # type: ignore[comparison-overlap]
+    stores = pagedkv.ModelStores([pagedkv.LayerShape(None, 1, 4)], 8)
+    queue = [pagedkv.Waiting([1, 2], chunk=2), pagedkv.Waiting(cache=pagedkv.ModelSequence(stores))]
+    assert_type(pagedkv.plan_admission(stores, queue, prefix=stores.prefixes), list[pagedkv.Admission])
     with pytest.raises(AttributeError):
         waiting[0].n_most = 5  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, SupportsIndex
 from pagedkv._arrays import as_size
 from pagedkv._batch import drop_before_all, release_all, reserve_all, truncate_all
 from pagedkv._keys import as_count
+from pagedkv._windows import growth
 from pagedkv.contiguous import KvCache
 from pagedkv.groups.stores import ModelStores
 from pagedkv.sequence import PagedKvCache
@@ -135,7 +136,8 @@ class ModelSequence:
         """
         n = as_count(n_new, "n_new")
         piece = None if chunk is None else as_size(chunk, "chunk", 1, sys.maxsize)
-        growths = tuple([n if piece is None else group._growth(self.seq_len, n, piece) for group in self.stores.groups])
+        size, length = self.stores.block_size, self.seq_len
+        growths = tuple([growth(window, length, n, piece, size) for window in self.stores.windows])
         reserve_all(self.stores.stores, self.caches, growths)
 
     def clone(self) -> ModelSequence:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 from pagedkv._arrays import as_size
 from pagedkv._groups import bytes_of, resize_budget, share_budget
 from pagedkv._keys import as_count
+from pagedkv._windows import growth
+from pagedkv.admission import fits_alone
 from pagedkv.prefix import PrefixCache
 from pagedkv.sequence import PagedKvCache
 from pagedkv.shapes import LayerShape, group_layers
@@ -72,22 +74,6 @@ class LayerGroup:
     def block_nbytes(self) -> int:
         """Bytes of K and V of one block, in all of these layers."""
         return self.store.nbytes // self.store.total_blocks
-
-    # A sequence grows by `chunk` positions at a time, and gives back whole blocks that its window has left behind.
-
-    def _first_held(self, seq_len: int) -> int:
-        """Of a sequence of so many positions: where the block begins that has the first one it still needs."""
-        return self.shape.first_needed(seq_len) // self.store.block_size * self.store.block_size
-
-    def _growth(self, seq_len: int, n_new: int, chunk: int) -> int:
-        """The positions beyond ``seq_len`` for which it must have blocks, so as never to hold more at once."""
-        n_held = seq_len - self._first_held(seq_len)
-        return self.shape.most_held(n_held + n_new, chunk, self.store.block_size) - n_held
-
-    def _most_blocks(self, n_positions: int, chunk: int | None) -> int:
-        """The most that it holds on its way there."""
-        size = self.store.block_size
-        return -(-self.shape.most_held(n_positions, n_positions if chunk is None else chunk, size) // size)
 
     @property
     def n_blocks_in_use(self) -> int:
@@ -404,14 +390,13 @@ class ModelStores:
         TypeError, ValueError
             As for `blocks_for`.
         """
-        blocks = self._most_blocks(n_positions, chunk)
-        fits = all([n <= store.total_blocks for n, store in zip(blocks, self.stores, strict=True)])
-        return fits and self.bytes_for(n_positions, chunk=chunk) <= self.nbytes
+        return fits_alone(self.stores, self._most_blocks(n_positions, chunk))
 
     def _most_blocks(self, n_positions: SupportsIndex, chunk: SupportsIndex | None) -> list[int]:
         n = as_count(n_positions, "n_positions")
         piece = None if chunk is None else as_size(chunk, "chunk", 1, sys.maxsize)
-        return [group._most_blocks(n, piece) for group in self.groups]
+        size = self.block_size
+        return [-(-growth(window, 0, n, piece, size) // size) for window in self.windows]
 
     # --- looking after it ---
 

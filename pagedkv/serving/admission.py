@@ -9,25 +9,12 @@ from pagedkv.prefix import common_length
 from pagedkv.serving.requests import Request
 
 
-def has_room(stores: ModelStores, request: Request, n_known: int, chunk: int, keep_free: list[int]) -> bool:
-    """Whether every store has the blocks of a request, with eviction, when it starts on what is known of it."""
-    n_new, n_bytes = len(request.tokens) - n_known, 0
-    for group, n_kept in zip(stores.groups, keep_free, strict=True):
-        asked = Waiting(
-            request._ids[: n_known + 1 if n_known else 0],  # no more than what is known in all stores
-            n_positions=n_known + group._growth(n_known, n_new, chunk),
-            namespace=request.namespace,
-            first_position=group._first_held(n_known),
-        )
-        [answer] = plan_admission(group.store, [asked], prefix=stores.prefixes, keep_free=n_kept)
-        if not answer.can_start:
-            return False
-        n_bytes += (answer.n_blocks + n_kept) * group.block_nbytes
-    # What it starts on can be evicted no more for what it takes.
-    known = stores.prefixes._look_up(request._ids, request.namespace)[1] if n_known else ()
-    for group, (_, idle) in zip(stores.groups, known, strict=False):
-        n_bytes += int(idle[group._first_held(n_known) // stores.block_size :].sum()) * group.block_nbytes
-    return n_bytes <= stores.nbytes - stores.nbytes_in_use
+def has_room(stores: ModelStores, request: Request, chunk: int, shares: bool, keep_free: int) -> bool:
+    """Whether the stores have the blocks of a request, with eviction, when it starts on what is known of it."""
+    asked = Waiting(
+        request._ids if shares else (), n_positions=len(request.tokens), namespace=request.namespace, chunk=chunk
+    )
+    return plan_admission(stores, [asked], prefix=stores.prefixes, keep_free=keep_free)[0].can_start
 
 
 def is_about_to_be_known(stores: ModelStores, request: Request, prefilling: Iterable[Request]) -> bool:

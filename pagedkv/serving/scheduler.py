@@ -71,8 +71,9 @@ class Scheduler:
     share_prefixes : bool, optional
         Whether requests start on what is known of their tokens, and their own become known.
     watermark : float, optional
-        The share of each store's blocks, 0 to 1, rounded up, that stay free or evictable when a request starts while
-        others run. They grow into these, so that one that just fits is not preempted at its next block.
+        The share of the stores' bytes, 0 to 1, that stays free or evictable when a request starts while others run:
+        ``ceil(watermark * stores.total_blocks)`` blocks of each store. They grow into these, so that one that just fits
+        is not preempted at its next block.
 
     Attributes
     ----------
@@ -116,13 +117,12 @@ class Scheduler:
     ) -> None:
         if not isinstance(stores, ModelStores):
             raise TypeError(f"stores: expected a ModelStores, got {type(stores).__name__}")
-        share = as_share(watermark, "watermark")
+        self._watermark = as_share(watermark, "watermark")
         self.stores = stores
         self.counts = SchedulerCounts()
         self._max_running = as_size(max_running, "max_running", 1, sys.maxsize)
         self._prefill_rows = as_size(prefill_rows, "prefill_rows", 1, sys.maxsize)
         self._share_prefixes = as_flag(share_prefixes, "share_prefixes")
-        self._kept_free = [math.ceil(share * group.store.total_blocks) for group in stores.groups]
         # Ordered sets: nothing that a step does depends on how many wait.
         self._queue: OrderedDict[Request, None] = OrderedDict()
         self._running: OrderedDict[Request, None] = OrderedDict()
@@ -403,9 +403,8 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         """Takes the blocks of what is to be computed; False if they are not free while others run."""
         sequence, others = request.sequence, bool(self._running)
-        n_known = self.stores.prefixes._match(request._ids, request.namespace) if self._share_prefixes else 0
-        kept = self._kept_free if others else [0] * len(self._kept_free)
-        if not has_room(self.stores, request, n_known, self._prefill_rows, kept):
+        n_kept = math.ceil(self._watermark * self.stores.total_blocks) if others else 0
+        if not has_room(self.stores, request, self._prefill_rows, self._share_prefixes, n_kept):
             if others:
                 return False
             # Nobody runs who could give back. The stores are asked: their refusal says what is missing.

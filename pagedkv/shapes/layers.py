@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pagedkv._windows import first_needed, most_held
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -56,7 +58,7 @@ class LayerShape:
         TypeError
             No number.
         """
-        return 0 if self.window is None else max(0, seq_len + 1 - self.window)
+        return first_needed(self.window, seq_len)
 
     def most_held(self, n_positions: int, chunk: int = 1, block_size: int = 1) -> int:
         """The most positions that are held at once by who grows in pieces and drops what is left behind.
@@ -83,7 +85,7 @@ class LayerShape:
         TypeError
             No number.
         """
-        return n_positions if self.window is None else min(n_positions, self.window - 1 + chunk + block_size - 1)
+        return most_held(self.window, n_positions, chunk, block_size)
 
 
 @dataclass(frozen=True)
