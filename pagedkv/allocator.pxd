@@ -3,7 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from pagedkv._radix.nodes cimport Key, Mark, RadixTree
-from pagedkv._radix.order cimport radix_recount
+from pagedkv._radix.order cimport UNKNOWN, radix_kind, radix_recount
 from pagedkv._radix.picture cimport Extent, Piece
 from pagedkv._radix.tree cimport Insertion
 
@@ -49,10 +49,10 @@ cdef class ByteBudget:
 
 
 cdef class BlockAllocator:
+    cdef int32_t* counts            # holders of each block; 0 = free. The first field: tests/helpers.py looks for it
     cdef PyObject* budget           # owns it; all members' books have its critical section
     cdef Account* account           # the budget's
     cdef Py_ssize_t block_bytes
-    cdef int32_t* counts            # holders of each block; 0 = free
     cdef int32_t* returned          # a stack of the free blocks that were held before
     cdef Py_ssize_t n_returned
     cdef Py_ssize_t n_fresh         # blocks [total - n_fresh, total) were never held
@@ -77,6 +77,11 @@ cdef class BlockAllocator:
     # Blocks, free and held, if no other member of the budget held any.
     cdef inline Py_ssize_t n_most(self) noexcept:
         return min(self.total, self.account.limit // self.block_bytes)
+
+    # Holders of a block beside the prefix cache, whose own reference nobody else gives back; for whoever has the critical
+    # section.
+    cdef inline int32_t n_users(self, int32_t id) noexcept:
+        return self.counts[id] - (self.tree is not NULL and radix_kind(self.tree, id) != UNKNOWN)
 
     # Bytes of the blocks that may have pages.
     cdef inline Py_ssize_t resident(self) noexcept:
@@ -140,6 +145,10 @@ cdef class BlockAllocator:
     cdef bint is_idle(self, int32_t id) noexcept
     cdef void collect(self) noexcept
 
+    # The place of an id that nobody holds but perhaps the prefix cache; or -1.
+    cdef Py_ssize_t find_unused(self, const int32_t* ids, Py_ssize_t n) noexcept
+    # Which of the two, in words.
+    cdef str why_unused(self, int32_t id)
     # IndexError or ValueError unless each id is in range and has as many holders as the ids name it.
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1
     cdef tuple snapshot(self)

@@ -247,7 +247,7 @@ cdef class BlockAllocator:
         cdef Py_ssize_t i, j, top, bad = -1
         top = self.n_returned
         for i in range(n - 1, -1, -1):
-            if self.counts[ids[i]] == 0:
+            if self.n_users(ids[i]) <= 0:
                 bad = i
                 break
             self.counts[ids[i]] -= 1
@@ -322,8 +322,6 @@ cdef class BlockAllocator:
             block = left - 1
             left = tree.places[block].more
             tree.places[block].more = 0
-            if self.counts[block] == 0:  # somebody gave back a reference that was the tree's; `fault` has said so
-                continue
             self.counts[block] -= 1
             if self.counts[block] == 0:
                 self.returned[self.n_returned] = block
@@ -438,20 +436,35 @@ cdef class BlockAllocator:
             idle = self.tree is not NULL and radix_is_idle(self.tree, id)
         return idle
 
+    cdef Py_ssize_t find_unused(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i, found = -1
+        with cython.critical_section(<object>self.budget):
+            for i in range(n):
+                if self.n_users(ids[i]) <= 0:
+                    found = i
+                    break
+        return found
+
+    cdef str why_unused(self, int32_t id):
+        return "is free" if self.counts[id] == 0 else "the prefix cache alone holds"
+
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1:
         # Sorted, so that a block's occurrences are counted without a table of all blocks.
         cdef const int32_t[::1] ordered = np.sort(ids)
-        cdef Py_ssize_t i = 0, first
+        cdef Py_ssize_t i = 0, first, n_users
         while i < ordered.shape[0]:
             first = i
             as_index(ordered[i], name, self.total)
             while i < ordered.shape[0] and ordered[i] == ordered[first]:
                 i += 1
-            if self.counts[ordered[first]] == 0:
-                raise ValueError(f"{name}: expected blocks that someone holds, got {ordered[first]}, which is free")
-            if self.counts[ordered[first]] < i - first:
+            with cython.critical_section(<object>self.budget):
+                n_users = self.n_users(ordered[first])
+            if n_users <= 0:
+                raise ValueError(f"{name}: expected blocks that the caller holds, got {ordered[first]}, "
+                                 f"which {self.why_unused(ordered[first])}")
+            if n_users < i - first:
                 raise ValueError(f"{name}: expected no block more often than it has holders, got {ordered[first]} "
-                                 f"{i - first} times, with {self.counts[ordered[first]]}")
+                                 f"{i - first} times, with {n_users}")
         return 0
 
     cdef tuple snapshot(self):
@@ -514,8 +527,11 @@ cdef class BlockAllocator:
 
     cdef str fault_in(self, list tables):
         """What is wrong with block tables, lists of ids and -1, that all hold what they name; or None."""
+        cdef Py_ssize_t n_users
         named = Counter([block for table in tables for block in table if block != -1])
         for block, count in named.items():
-            if count > self.counts[<int32_t>block]:
-                return f"block {block} is in {count} tables and has {self.counts[<int32_t>block]} holders"
+            with cython.critical_section(<object>self.budget):
+                n_users = self.n_users(<int32_t>block)
+            if count > n_users:
+                return f"block {block} is in {count} tables and has {n_users} holders beside the prefix cache"
         return None

@@ -9,7 +9,7 @@ all of them know it, and all of them change or none. A store by itself is a mode
 
 cimport cython
 from libc.math cimport isnan
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
@@ -46,7 +46,14 @@ cdef struct Told:
     Py_ssize_t start        # positions that it has been told before
     Py_ssize_t n            # and with these; 0 for nothing
     Mark mark
+    uint64_t lineage        # of the sequence's positions until there
     Insertion insertion
+
+
+# What a handle knows in one store.
+cdef struct Seen:
+    Mark mark
+    uint64_t lineage
 
 
 @cython.final
@@ -54,7 +61,8 @@ cdef class PrefixHandle:
     """PrefixHandle()\n--\n
     How far the tokens of one sequence have been inserted into a `PrefixCache`: for ``insert(..., handle=)``.
 
-    It holds nothing: what was inserted may be evicted at any time, and is then inserted anew.
+    It holds nothing: what was inserted may be evicted at any time, and is then inserted anew. All tokens are looked at once
+    more where the sequence was truncated to less than what was inserted, or is another one.
 
     Notes
     -----
@@ -74,21 +82,21 @@ cdef class PrefixHandle:
     6
     """
 
-    cdef Mark* marks                # in the books of each store; NULL until it is used
-    cdef Py_ssize_t n_marks
+    cdef Seen* seen                 # in each store; NULL until it is used
+    cdef Py_ssize_t n_seen
     cdef object prefixes            # a weak reference to the one cache that it is used with
     cdef bytes namespace
 
     def __dealloc__(self):
-        free(self.marks)
+        free(self.seen)
 
     cdef int make_room(self, Py_ssize_t n_stores) except -1:
-        if self.marks is NULL:
-            self.marks = <Mark*>calloc(n_stores, sizeof(Mark))
-            if self.marks is NULL:
+        if self.seen is NULL:
+            self.seen = <Seen*>calloc(n_stores, sizeof(Seen))
+            if self.seen is NULL:
                 raise MemoryError("cannot allocate a handle's marks")
-            self.n_marks = n_stores
-        elif self.n_marks != n_stores:
+            self.n_seen = n_stores
+        elif self.n_seen != n_stores:
             raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
         return 0
 
@@ -100,9 +108,9 @@ cdef class PrefixHandle:
     cdef Py_ssize_t count(self) noexcept:
         """The most tokens that one of the stores has been told of."""
         cdef Py_ssize_t n = 0, i
-        for i in range(self.n_marks):
-            if self.marks[i].number:
-                n = max(n, self.marks[i].n)
+        for i in range(self.n_seen):
+            if self.seen[i].mark.number:
+                n = max(n, self.seen[i].mark.n)
         return n
 
     def __repr__(self):
@@ -681,18 +689,19 @@ cdef class PrefixCache:
                     handle.check_whose(self, name)
                 for i in range(n_stores):
                     told[i].mark.number = 0
-                    if handle is not None:
-                        told[i].mark = handle.marks[i]
+                    if handle is not None and (<PagedKvCache>caches[i]).has_first(
+                            handle.seen[i].mark.n, handle.seen[i].lineage):
+                        told[i].mark, told[i].lineage = handle.seen[i].mark, handle.seen[i].lineage
                     told[i].start = told[i].mark.n if told[i].mark.number else 0
                 n_new = self.insert_after(caches, tokens, name, priority, seconds, told)
-                if n_new < 0:  # evicted since, or cleared: the tokens are looked at once more
-                    handle.marks[-2 - n_new].number = 0
+                if n_new < 0:  # evicted since, cleared, or taken back: the tokens are looked at once more
+                    handle.seen[-2 - n_new].mark.number = 0
             if handle is not None:
                 # At once: tokens and clocks run the caller's code, which may use the same handle for something else.
                 handle.prefixes = reference
                 handle.namespace = name
                 for i in range(n_stores):
-                    handle.marks[i] = told[i].mark
+                    handle.seen[i] = Seen(told[i].mark, told[i].lineage)
         finally:
             free(told)
         return self.gone(n_new)
@@ -701,8 +710,8 @@ cdef class PrefixCache:
                                  Told* told) except -1:
         """How many blocks were new; what all stores have been told of is not looked at.
 
-        -2 or less where what a mark stands for is not known any more, the first one's or a later one's; and nothing was
-        changed.
+        -2 or less where what a mark stands for is not known any more, or not what the sequence has, the first one's or a
+        later one's; and nothing was changed.
         """
         cdef Py_ssize_t n_stores = len(self.homes), n_new = 0, before = told[0].start, n_tokens, n_given, i
         cdef const int64_t[::1] ids
@@ -723,6 +732,8 @@ cdef class PrefixCache:
                     check_finite(self.at(i), caches[i], told[i].start, n_tokens)
             # From here on nobody else runs, and the sequences are what they are.
             for i in range(n_stores):
+                if told[i].start and not (<PagedKvCache>caches[i]).has_first(told[i].start, told[i].lineage):
+                    return -2 - i
                 look_at(self.at(i), caches[i], n_tokens, &told[i])
             for i in range(n_stores):
                 if told[i].n and self.at(i).blocks.prepare_insert(
@@ -734,6 +745,7 @@ cdef class PrefixCache:
                     n_new += self.at(i).blocks.insert(
                         rest_of(name, ids, before, &told[i]), told[i].table, priority, expires, &told[i].mark,
                         &told[i].insertion)
+                    told[i].lineage = (<PagedKvCache>caches[i]).name_first(told[i].mark.n)
         finally:
             for i in range(n_stores):
                 radix_drop(&told[i].insertion)

@@ -1,5 +1,6 @@
+cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint64_t
 
 from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport PagedKvStore
@@ -43,6 +44,20 @@ cdef class PagedKvCache:
     cdef Py_ssize_t length
     cdef Py_ssize_t block_size      # of the blocks in the table
     cdef Py_ssize_t users           # 0 idle, n readers, -1 a writer
+    cdef uint64_t lineage           # a number that names what it holds, as far as it was not taken back since
+    cdef Py_ssize_t shortest        # that it has been since it has this number
+
+    # A number for its first n positions, by which they are known again; and whether they still are what they were then.
+    cdef inline uint64_t name_first(self, Py_ssize_t n) noexcept:
+        if self.shortest < n:
+            with cython.critical_section(self.store):
+                self.store.n_lineages += 1
+                self.lineage = self.store.n_lineages
+            self.shortest = MAX_POSITIONS
+        return self.lineage
+
+    cdef inline bint has_first(self, Py_ssize_t n, uint64_t lineage) noexcept:
+        return self.lineage == lineage and self.shortest >= n
 
     # The guard: RuntimeError, at once, if it cannot be had. ValueError if the blocks held are not the store's.
     cdef int begin_read(self, PagedKvStore store) except -1

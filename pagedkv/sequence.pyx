@@ -700,6 +700,7 @@ cdef class PagedKvCache:
         self.n_dropped = n_dropped
         self.length = length
         self.block_size = block_size
+        self.shortest = 0
         self.store = store if n_blocks else None
 
     cdef int prepare_fork(self, Fork* fork) except -1:
@@ -720,14 +721,15 @@ cdef class PagedKvCache:
         return 0
 
     cdef int check_own(self) except -1:
-        cdef Py_ssize_t i
+        cdef Py_ssize_t bad = -1
         if self.store is None and self.n_blocks:
             raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
                                "name it in adopt_blocks(..., store=store)")
-        for i in range(self.n_dropped, self.n_blocks):
-            if self.store.blocks.counts[self.table[i]] == 0:
-                raise PagedKvError(f"block {self.table[i]} is in a table and has no holder left: "
-                                   "someone gave back a reference that was not theirs")
+        if self.n_dropped < self.n_blocks:
+            bad = self.store.blocks.find_unused(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
+        if bad >= 0:
+            raise PagedKvError(f"block {self.table[self.n_dropped + bad]} is in a table and has no holder left: "
+                               "someone gave back a reference that was not theirs")
         return 0
 
     cdef void take_over(self, Fork* fork) noexcept:
@@ -759,6 +761,7 @@ cdef class PagedKvCache:
             self.store.drop_each(&self.table[keep], self.n_blocks - keep)
             self.n_blocks = keep
         self.length = n
+        self.shortest = min(self.shortest, n)
 
     cdef void drop_to(self, Py_ssize_t position) noexcept:
         cdef Py_ssize_t i, n = position // self.block_size if self.n_blocks else 0
@@ -770,7 +773,7 @@ cdef class PagedKvCache:
 
     cdef void empty(self) noexcept:
         self.cut(self.n_dropped * self.block_size)
-        self.n_blocks = self.n_dropped = self.length = 0
+        self.n_blocks = self.n_dropped = self.length = self.shortest = 0
 
 
 cdef inline void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexcept:

@@ -1,5 +1,5 @@
 cimport numpy as cnp
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint64_t
 
 from pagedkv._kernels.rows cimport Places
 from pagedkv._rows cimport BlockRows
@@ -18,6 +18,7 @@ cdef class PagedKvStore:
     cdef Py_ssize_t step_bytes          # K and V of one position, all layers
     cdef bint debug
     cdef Py_ssize_t copies_on_write
+    cdef uint64_t n_lineages            # that its sequences have had
     cdef object prefixes                # a weak reference to the prefix cache, as long as the blocks have a tree
 
     # Free blocks may have pages that exceed the budget: `after_change` gives them back.

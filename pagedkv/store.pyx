@@ -437,14 +437,18 @@ prefault=False, debug=False)\n--\n
         Raises
         ------
         TypeError, IndexError, ValueError
-            No integers; an id out of range, or of a block that has no holder left. Nothing was changed.
+            No integers; an id out of range, or of a block that has no holder left but a prefix cache, whose reference is
+            not the caller's. Nothing was changed.
         """
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
             return
         cdef Py_ssize_t bad = self.drop(&held[0], held.shape[0])
         if bad >= 0:
-            raise ValueError(f"ids: expected blocks that someone holds, got {held[bad]}, which is free")
+            if self.blocks.find_unused(&held[bad], 1) < 0:
+                raise ValueError(f"ids: expected no block more often than it has holders, got {held[bad]} again")
+            raise ValueError(f"ids: expected blocks that the caller holds, got {held[bad]}, "
+                             f"which {self.blocks.why_unused(held[bad])}")
         self.after_change()
 
     def refcount(self, id):
@@ -481,10 +485,13 @@ prefault=False, debug=False)\n--\n
         """
         cdef Py_ssize_t source = as_index(src, "src", self.blocks.total)
         cdef Py_ssize_t target = as_index(dst, "dst", self.blocks.total)
+        cdef int32_t unshared = <int32_t>target
         self.check_held(source, "src")
         self.check_held(target, "dst")
         if source == target:
             return
+        if self.blocks.find_unused(&unshared, 1) == 0:
+            raise ValueError(f"dst: expected a block that the caller holds, got {target}, which the prefix cache alone holds")
         if self.blocks.counts[target] > 1:
             raise ValueError(f"dst: expected a block with one holder, got {target}, "
                              f"which has {self.blocks.counts[target]}")

@@ -185,6 +185,12 @@ def test_the_moves_themselves(seed):
         moves.world.truth()
     moves.world.store.release(blocks)
     moves.world.truth()
+    with pytest.raises(ValueError, match="the prefix cache alone holds"):
+        moves.world.store.release(blocks)
+    moves.world.truth()
+    moves.world.start("robbed", [*text(9, 12), END])
+    moves.world.prefixes.attach(moves.world.cache("robbed"), [*text(9, 12), END])
     moves.world.store.release(blocks)
+    moves.world.prefixes.evict(moves.world.store.total_blocks)
     with pytest.raises(Wrong, match="are free"):
         moves.world.truth()
