@@ -8,7 +8,8 @@ attention reads straight through the tables. Each name below has a page of its o
 - Attention over blocks that somebody else manages: `AttentionBatch`.
 - Models whose layers need several stores, over one budget of bytes: `ModelStores`, with a `LayerGroup` for each
   `LayerShape`, and `ModelSequence`. `Step` and `reorder` take them as they take a store.
-- Beginnings computed once: `PrefixCache`, `PrefixHandle`, `KnownBlock`. Forks: `PagedKvCache.clone`, `reorder`.
+- Beginnings computed once: `PrefixCache`, `PrefixHandle`, `KnownBlock`; what they learn and forget: `PrefixEvents`,
+  `PrefixEvent`. Forks: `PagedKvCache.clone`, `reorder`.
 - Blocks as they are stored: `PagedKvStore.pieces` with `BlockPieces`, `PagedKvStore.fill` with `BlockFilling`.
 - Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
 - Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `GroupStats`, `PrefixStats`, `cpu_info` with
@@ -40,13 +41,14 @@ from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.cpu import CpuInfo, cpu_info
 from pagedkv.errors import KvPoolExhausted, PagedKvError, PagedStoreExhausted
+from pagedkv.events import PrefixEvents
 from pagedkv.foreign import AttentionBatch
 from pagedkv.groups import LayerGroup, ModelSequence, ModelStores
 from pagedkv.pieces import BlockFilling, BlockPieces
 from pagedkv.prefix import PrefixCache, PrefixHandle
 from pagedkv.sequence import PagedKvCache
 from pagedkv.shapes import LayerShape
-from pagedkv.stats import GroupStats, KnownBlock, PrefixStats, StoreStats
+from pagedkv.stats import GroupStats, KnownBlock, PrefixEvent, PrefixStats, StoreStats
 from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
 from pagedkv.threads import get_num_threads, set_num_threads
@@ -75,6 +77,8 @@ __all__ = [
     "PagedKvStore",
     "PagedStoreExhausted",
     "PrefixCache",
+    "PrefixEvent",
+    "PrefixEvents",
     "PrefixHandle",
     "PrefixStats",
     "Room",

@@ -18,6 +18,7 @@ from pagedkv._groups cimport as_sequence, as_stores, windows_of
 from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree, common
 from pagedkv._radix.order cimport UNPROTECTED, radix_kind
 from pagedkv._radix.tree cimport Insertion, radix_drop
+from pagedkv.events cimport PrefixEvents
 from pagedkv.known cimport key_of, key_of_all, names_of, walk
 from pagedkv.sequence cimport PagedKvCache, blocks_for, new_table
 from pagedkv.store cimport PagedKvStore
@@ -414,6 +415,31 @@ cdef class PrefixCache:
         cdef PagedKvStore store = self.at(0)
         names = names_of(store.blocks) if namespace is ... else [as_namespace(namespace)]
         return walk(store.blocks, self, store.block_size, names)
+
+    def events(self, capacity=16384):
+        """Begin to write down what is learned and forgotten from now on, to be read by `PrefixEvents.poll`.
+
+        Of a model's `stores` it looks at the first, and ``groups`` has one for each.
+
+        Parameters
+        ----------
+        capacity : int, optional
+            Events that wait to be read, at most: 1 to 2**24. Each takes the bytes of its tokens, 8 for each, and 56. Where
+            they are as many, the oldest goes.
+
+        Returns
+        -------
+        PrefixEvents
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``capacity`` is no integer, or out of range; somebody reads the events already.
+        MemoryError
+            There is no room for them.
+        """
+        self.check_made()
+        return PrefixEvents.of(self.at(0), as_size(capacity, "capacity", 1, 1 << 24))
 
     # --- reading, of tokens that are checked ---
 

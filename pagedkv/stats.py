@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from typing import NamedTuple, TypeVar
+from types import EllipsisType
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +168,60 @@ class PrefixStats(NamedTuple):
     missed_tokens: int
     blocks_inserted: int
     blocks_evicted: int
+
+
+@with_field_docs
+class PrefixEvent(NamedTuple):
+    """What `PrefixEvents.poll` returns for each thing that a prefix cache has learned or forgotten: a named tuple.
+
+    Attributes
+    ----------
+    kind : str
+        ``"stored"``: a block is known under some tokens. ``"removed"``: it is not any more, be it evicted or forgotten.
+        ``"cleared"``: nothing is known in the namespace, or in any, whatever was stored before.
+    sequence : int
+        The number of this event: the one after it has the next, 0 comes first. What is missing was dropped.
+    incarnation : int
+        A random number of 64 bits, of this `PrefixEvents` in this process. Where it is another one, what was told by
+        events before counts for nothing.
+    namespace : bytes, None or Ellipsis
+        In which namespace; ``...`` where all were cleared.
+    id, parent, position : int
+        As in `KnownBlock`: of this place, of the one before it, and of its first token. 0 of what was cleared.
+    tokens : int64 array ``[block_size]`` or None
+        Of a block that was stored; read-only.
+    block : int
+        The id of the store's block; -1 of what was cleared.
+
+    Notes
+    -----
+    Threads: a plain value.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> store, cache = pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2), pagedkv.PagedKvCache()
+    >>> prefixes = pagedkv.PrefixCache(store)
+    >>> cache.append_contiguous(store, *np.ones((2, 8, 2), np.float32), 8)
+    >>> with prefixes.events() as events:
+    ...     blocks = prefixes.insert(range(8), cache)
+    ...     cleared = prefixes.clear()
+    ...     first, second, last = events.poll()
+    >>> second.kind, second.sequence, second.tokens.tolist(), second.block, second.parent == first.id
+    ('stored', 1, [4, 5, 6, 7], 1, True)
+    >>> last.kind, last.sequence, last.namespace
+    ('cleared', 2, Ellipsis)
+    """
+
+    kind: Literal["stored", "removed", "cleared"]
+    sequence: int
+    incarnation: int
+    namespace: bytes | EllipsisType | None
+    id: int
+    parent: int
+    position: int
+    tokens: npt.NDArray[np.int64] | None
+    block: int
 
 
 @with_field_docs

@@ -218,6 +218,130 @@ def _(world):
     ]  # fmt: skip
 
 
+@scenario("looking", "a walk")
+def _(world):
+    history(world, (None, b"other"))
+    world.know(text(9, 12), ttl=5)
+    walk, names = world.prefixes.walk, world.prefixes.namespaces
+    return [names, lambda: next(walk()), lambda: list(walk(namespace=b"other")), lambda: list(walk())]
+
+
+# --- with a window ---
+
+
+def see(world, window):
+    """The layers of the world see so many positions."""
+    world.places[0].known = None
+    world.places[0].known = pagedkv.PrefixCache(world.store, clock=world.clock, window=window)
+
+
+def dropped(world, name, n):
+    """A sequence that has its first 24 tokens of a text, and has dropped the first n."""
+    cache = ended(world, name, text(1, 24))
+    cache.drop_before(world.store, n)
+    return cache
+
+
+@scenario("window", "a hole is left, and filled in part")
+def _(world):
+    see(world, 6)
+    cache, other = dropped(world, "a", 16), dropped(world, "b", 8)
+    third = ended(world, "c", text(1, 10) + text(9, 6))
+    insert = world.prefixes.insert
+    return [
+        lambda: insert(strange(text(1, 24)), cache),
+        lambda: insert(text(1, 24), other, ttl=5),
+        lambda: insert(text(1, 10) + text(9, 6), third),
+    ]
+
+
+@scenario("window", "attach behind a hole")
+def _(world):
+    see(world, 6)
+    world.prefixes.insert(text(1, 24), dropped(world, "known", 8))
+    return [
+        attach(world, "a", text(1, 24) + text(9, 3)),
+        attach(world, "b", text(1, 18) + text(9, 3)),
+        attach(world, "c", text(1, 12) + text(9, 3)),
+    ]
+
+
+@scenario("window", "a hole is made by what a store takes", total_blocks=10, hands_over=True)
+def _(world):
+    see(world, 6)
+    cache = ended(world, "a", text(1, 24))
+    world.prefixes.insert(text(1, 24), cache)
+    cache.drop_before(world.store, 16)
+    return [lambda: world.prefixes.evict(1), lambda: world.store.acquire(6)]
+
+
+@scenario("window", "forgotten from inside a hole on")
+def _(world):
+    see(world, 6)
+    world.prefixes.insert(text(1, 24), dropped(world, "a", 8))
+    forget = world.prefixes.forget
+    return [lambda: forget(text(1, 24), start=20), lambda: forget(text(1, 24), start=5)]
+
+
+# --- events ---
+
+
+def listen(world, capacity=100):
+    world.events = world.prefixes.events(capacity)
+
+
+@scenario("events", "begun, read and closed")
+def _(world):
+    shared = history(world)
+    cache = ended(world, "a", shared + text(9, 9))
+
+    return [
+        lambda: listen(world), lambda: world.prefixes.insert(shared + text(9, 9), cache), lambda: world.events.poll(1),
+        lambda: world.events.poll(), lambda: world.events.close(), lambda: listen(world, 3),
+    ]  # fmt: skip
+
+
+@scenario("events", "of all that changes")
+def _(world):
+    shared = history(world, (None, b"other"))
+    cache = ended(world, "a", shared + text(9, 9), b"new")
+    listen(world)
+    prefixes = world.prefixes
+    return [
+        lambda: prefixes.insert(shared + text(9, 9), cache, namespace=b"new"), lambda: prefixes.evict(2),
+        lambda: prefixes.forget(shared + text(9, 9), namespace=b"new", start=8), lambda: repr(world.events),
+        lambda: prefixes.clear(namespace=b"other"), lambda: world.events.poll(), lambda: prefixes.clear(),
+    ]  # fmt: skip
+
+
+@scenario("events", "a queue that is full")
+def _(world):
+    history(world)
+    cache = ended(world, "a", text(9, 8), b"other")
+    listen(world, 2)
+    return [
+        lambda: world.prefixes.evict(4), lambda: world.events.poll(1),
+        lambda: world.prefixes.insert(text(9, 8), cache, namespace=b"other"), lambda: world.events.poll(),
+    ]  # fmt: skip
+
+
+@scenario("events", "the cache or the reader is dropped")
+def _(world):
+    history(world)
+    new = ended(world, "a", text(9, 8), b"other")
+    listen(world)
+
+    def reader():
+        world.events = None
+
+    def cache():
+        world.places[0].known = None
+
+    return [
+        lambda: world.prefixes.insert(text(9, 8), new, namespace=b"other"), reader, lambda: listen(world), cache,
+    ]  # fmt: skip
+
+
 # --- a store that is short ---
 
 

@@ -110,6 +110,7 @@ class World:
     contiguous: dict[str, tuple[list[int], pagedkv.KvCache]] = field(default_factory=dict)
     pool: pagedkv.KvBlockPool | None = None
     kept: dict[str, Any] = field(default_factory=dict)  # what an act leaves for the next
+    events: pagedkv.PrefixEvents | None = None  # a reader of the first place's
     alternatives: list[Any] = field(default_factory=list)  # acts that lead to further states that are as good
     model: Any = None  # the ModelStores, where the places are those of a model
     uncounted = False
@@ -173,12 +174,15 @@ class World:
                  for space, tokens in self.prompts
                  for known in [prefixes.match_blocks([*tokens, END], namespace=space)]],
                 [prefixes.is_evictable(block) for block in range(store.total_blocks)],
+                [(*block[:4], tuple(block.tokens.tolist()), *block[5:]) for block in prefixes.walk()],
             )  # fmt: skip
         for name, sequence in self.sequences.items():
             for number, (place, cache) in enumerate(zip(self.places, sequence.caches, strict=True)):
                 found[f"sequence {name!r} {number}"] = self._state_of(place, cache)
         held = [block for block in self.loose if self.store.refcount(block)]
         found["loose"] = self._bytes_of(self.places[0], held)
+        if self.events is not None:
+            found["events"] = (self.events.sequence, self.events.n_dropped, self.events.ended)
         for name, (_, cache) in self.contiguous.items():
             found[f"contiguous {name!r}"] = contiguous_state(cache)
         if self.pool is not None:
@@ -204,6 +208,8 @@ class World:
     def order(self):
         """In which order blocks would go: first while sequences run, then when they have ended; and be handed out."""
         found = []
+        if self.events is not None and not self.events.ended:
+            found.append([(*event[:2], *event[3:7], event.block) for event in self.events.poll()])  # not yet read
         for place in self.places:
             found.append(self._evict_all(place))
         for sequence in self.sequences.values():

@@ -29,7 +29,7 @@ FLOORS = [
     ["sequence"],
     ["_batch"],  # several sequences change together
     ["_groups"],  # a store and its sequences, or a model's: one form for both
-    ["attention", "known"],  # known: what a prefix cache knows, from outside
+    ["attention", "known", "events"],  # what a prefix cache knows, learns and forgets, from outside
     ["step", "prefix", "beams", "foreign"],
     ["admission", "shapes"],  # shapes: what layers keep, plain values, from a configuration
     ["groups"],  # a model's layers over several stores

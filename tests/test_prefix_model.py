@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix_reference import Prefixes
 from prefix_support import Clock
+from test_prefix_events import Picture
 
 import pagedkv
 
@@ -40,17 +41,20 @@ class Machine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         total=st.integers(3, 20),
         window=st.sampled_from([None, None, None, 1, 2, 3, 4, 6, 9]),
+        capacity=st.sampled_from([1, 2, 5, 20, 1000]),
     )
-    def begin(self, block_size, total, window):
+    def begin(self, block_size, total, window, capacity):
         self.store = pagedkv.PagedKvStore(block_size, total, 1, 1, n_layers=2, debug=True)
         self.size = block_size
         self.clock = Clock()
         self.prefixes = pagedkv.PrefixCache(self.store, clock=self.clock, window=window)
+        self.picture = Picture(self.prefixes, self.prefixes.events(capacity))
         self.twin = Prefixes(block_size, self.is_held, self.clock, window)
         self.sequences = []
         self.content = {}  # block that is cached -> the bytes of its rows
         self.numbers = itertools.count(1)
         self.refused = 0
+        self.n_missed = 0  # events, when the picture was begun anew
 
     def is_held(self, block):
         return any(block in sequence.cache.block_table for sequence in self.sequences)
@@ -260,6 +264,31 @@ class Machine(RuleBasedStateMachine):
     @rule(space=st.sampled_from(SPACES))
     def clear_one(self, space):
         assert self.prefixes.clear(namespace=space) == self.twin.clear(space)
+
+    @rule(n=st.sampled_from([None, None, 1, 3]))
+    def read_events(self, n):
+        """Who has walked once and read all that came since has the same picture as who walks now."""
+        events, picture = self.picture.events, self.picture
+        n_dropped, n_begun = events.n_dropped, picture.n_begun
+        picture.read(n)
+        assert picture.n_begun <= n_begun + 1
+        assert events.n_dropped == n_dropped
+        if picture.n_begun > n_begun:
+            assert n_dropped > self.n_missed  # nothing else makes it begin anew
+            self.n_missed = n_dropped
+        if picture.next == events.sequence:
+            assert picture.is_right()
+            assert len(picture.known) == sum(
+                entry.block is not None for known in self.twin.spaces.values() for entry in known.values()
+            )
+        else:
+            assert n is not None
+
+    @rule()
+    def read_events_anew(self):
+        self.picture.events.close()
+        self.picture = Picture(self.prefixes, self.prefixes.events(self.picture.events.capacity))
+        self.n_missed = 0
 
     # --- what is always true ---
 

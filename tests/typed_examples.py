@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -361,6 +362,15 @@ def example_prefixes() -> None:
         assert_type(block, pagedkv.KnownBlock)
         assert_type(block.tokens, npt.NDArray[np.int64])
         assert_type(block.remaining, float | None)
+    with prefixes.events(capacity=10) as events:
+        assert_type(events, pagedkv.PrefixEvents)
+        for event in assert_type(events.poll(n=5), list[pagedkv.PrefixEvent]):
+            assert_type(event.kind, Literal["stored", "removed", "cleared"])
+            assert_type(event.namespace, bytes | EllipsisType | None)
+            assert_type(event.tokens, npt.NDArray[np.int64] | None)
+        assert_type((events.sequence, events.n_dropped, events.incarnation, events.capacity), tuple[int, int, int, int])
+        assert_type(events.ended, bool)
+        events.close()
     cache.append_contiguous(store, ones(9, 16), ones(9, 16), 9)
     assert_type(prefixes.insert(range(9), cache, namespace=b"a", priority=1, ttl=60.0), int)
     assert_type(prefixes.match([*range(8), 99], namespace=b"a"), int)

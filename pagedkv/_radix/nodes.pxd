@@ -53,7 +53,7 @@ cdef struct Node:
 
 
 cdef struct Space:
-    char* name
+    char* name              # counted: events may outlive the namespace
     Py_ssize_t n_bytes      # of the name; -1 for None
     uint64_t number         # later ones have greater ones
     int64_t n_blocks        # its share: a block counts once for each name that it has here
@@ -90,6 +90,26 @@ cdef struct Mark:
     int64_t n
 
 
+# What was learned or forgotten.
+cdef struct Event:
+    char* name              # of the namespace, counted; NULL for all of them
+    Py_ssize_t n_bytes      # of the name; -1 for None
+    uint64_t id
+    uint64_t parent
+    int64_t position
+    int32_t block
+    int32_t kind
+
+
+# The last of these, in a ring that belongs to who reads it: event n is at n % room, and so are its tokens.
+cdef struct Events:
+    Event* items
+    int64_t* tokens         # of a block each
+    int64_t room
+    uint64_t n_written
+    uint64_t n_read         # of these, or gone before they could be
+
+
 cdef struct RadixTree:
     Py_ssize_t block_size
     Py_ssize_t total
@@ -114,6 +134,7 @@ cdef struct RadixTree:
     uint64_t n_named        # namespaces
     uint64_t n_ids          # of places for blocks: each belongs to the tokens that lead there, and never to others
     uint64_t n_changes      # of what is known, and of its order
+    Events* events          # who is told; NULL for nobody
     int32_t gone_first, gone_last               # blocks without a place, whose reference waits to be given back; + 1
     int64_t n_held, n_evictable, n_namespaces   # blocks, of them those that could be given up, namespaces
     int64_t inserted, evicted, hit_tokens, missed_tokens
@@ -162,6 +183,11 @@ cdef void unlist(RadixTree* tree, int32_t node) noexcept nogil
 cdef void link_first(RadixTree* tree, int32_t node) noexcept nogil
 cdef void unlink(RadixTree* tree, int32_t node) noexcept nogil
 cdef void shrink(Node* it) noexcept nogil
+
+# A namespace's name, with one holder; NULL for want of memory. It goes with the last of them, and NULL has none.
+cdef char* new_name(const char* name, Py_ssize_t n_bytes) noexcept nogil
+cdef char* hold_name(char* name) noexcept nogil
+cdef void drop_name(char* name) noexcept nogil
 
 cdef extern from "Python.h":
     # Without a GIL, which Cython's own declarations of them ask for.

@@ -1,7 +1,7 @@
 """Where the nodes of a radix tree are: their pools, the table that finds them, and the way down along some tokens."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memcpy
 
 cdef enum:
     STRIDE = 64     # tokens that are compared at once
@@ -38,7 +38,7 @@ cdef void empty_pools(RadixTree* tree) noexcept nogil:
         raw_free(tree.nodes[i].key)
         raw_free(tree.nodes[i].blocks)
     for i in range(1, tree.n_spaces):
-        raw_free(tree.spaces[i].name)
+        drop_name(tree.spaces[i].name)
         raw_free(tree.spaces[i].order.items)
     raw_free(tree.nodes)
     raw_free(tree.spaces)
@@ -348,3 +348,34 @@ cdef void shrink(Node* it) noexcept nogil:
         if memory is not NULL:
             it.blocks = <int32_t*>memory
             it.block_room = max(it.n_blocks, 1)
+
+
+# --- names -----------------------------------------------------------------------------------------
+
+cdef inline int64_t* holders_of(char* name) noexcept nogil:
+    return <int64_t*>(name - sizeof(int64_t))  # it lies behind them
+
+
+cdef char* new_name(const char* name, Py_ssize_t n_bytes) noexcept nogil:
+    cdef char* made = <char*>raw_malloc(sizeof(int64_t) + max(n_bytes, 0))
+    if made is NULL:
+        return NULL
+    made += sizeof(int64_t)
+    holders_of(made)[0] = 1
+    if n_bytes > 0:
+        memcpy(made, name, n_bytes)
+    return made
+
+
+cdef char* hold_name(char* name) noexcept nogil:
+    if name is not NULL:
+        holders_of(name)[0] += 1
+    return name
+
+
+cdef void drop_name(char* name) noexcept nogil:
+    if name is NULL:
+        return
+    holders_of(name)[0] -= 1
+    if holders_of(name)[0] == 0:
+        raw_free(holders_of(name))

@@ -28,10 +28,11 @@ other threads too: whoever calls has the lock of the books.
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memmove, memset
 
+from pagedkv._radix.events cimport REMOVED, STORED, tell, tell_cleared
 from pagedkv._radix.nodes cimport (
-    AT_END, HOLE, INSIDE, MAX_ITEMS, NOTHING, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, empty_pools, find,
-    find_from, first_needed, has_ids, hash_of_child, hash_of_name, link_first, list_node, new_node, raw_free, raw_malloc,
-    reserve, reserve_nodes, root_of, shrink, take_ids, unlink, unlist, usable)
+    AT_END, HOLE, INSIDE, MAX_ITEMS, NOTHING, Events, Key, Mark, Name, Node, RadixTree, Space, block_end, descend, drop_name,
+    empty_pools, find, find_from, first_needed, has_ids, hash_of_child, hash_of_name, link_first, list_node, new_name,
+    new_node, raw_free, raw_malloc, reserve, reserve_nodes, root_of, shrink, take_ids, unlink, unlist, usable)
 from pagedkv._radix.order cimport (
     add_place, list_term, mend_node, mend_space, protect, radix_is_idle, rank_of, remove_place, rename_place, set_rank,
     settle, unlist_term)
@@ -220,12 +221,10 @@ cdef int prepare_growth(RadixTree* tree, Key key, Insertion* fresh) noexcept nog
                 or reserve(<void**>&tree.by_size.items, &tree.by_size.room, tree.n_spaces + 1, sizeof(int32_t)) < 0
                 or reserve_nodes(tree, 0, 2) < 0):
             return -1
-        fresh.name = <char*>raw_malloc(max(key.n_bytes, 1))
+        fresh.name = new_name(key.name, key.n_bytes)
         fresh.order = <int32_t*>raw_malloc(2 * sizeof(int32_t))
         if fresh.name is NULL or fresh.order is NULL:
             return -1
-        if key.n_bytes > 0:
-            memcpy(fresh.name, key.name, key.n_bytes)
     if fresh.in_place:
         it = &tree.nodes[fresh.node]
         return (reserve(<void**>&it.key, &it.key_room, end - it.start, sizeof(int64_t))
@@ -272,6 +271,7 @@ cdef int64_t fill(RadixTree* tree, const int32_t* table, const Insertion* it, bi
                 tree.spaces[at.space].n_blocks += 1
                 mend_space(tree, at.space)
                 add_place(tree, node, block)
+                tell(tree, STORED, node, i - first)
                 settle(tree, node)
         node = at.parent
     return n
@@ -330,7 +330,7 @@ cdef bint radix_is_prepared(RadixTree* tree, const int32_t* table, const Inserti
 cdef void radix_drop(Insertion* it) noexcept nogil:
     raw_free(it.cut.key)
     raw_free(it.cut.blocks)
-    raw_free(it.name)
+    drop_name(it.name)
     raw_free(it.order)
     raw_free(it.key)
     raw_free(it.blocks)
@@ -366,6 +366,7 @@ cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t p
             if blocks[i] != HOLE:
                 tree.spaces[it.space].n_blocks += 1
                 add_place(tree, node, blocks[i])
+                tell(tree, STORED, node, it.n_blocks - n_new + i)
         mend_space(tree, it.space)
         settle(tree, node)
     use_path(tree, node)
@@ -401,7 +402,7 @@ cdef void free_space(RadixTree* tree, int32_t space) noexcept nogil:
     """A namespace in which nothing is known any more."""
     cdef Space* it = &tree.spaces[space]
     free_node(tree, it.root)
-    raw_free(it.name)
+    drop_name(it.name)
     raw_free(it.order.items)
     it.name = NULL
     it.order.items = NULL
@@ -415,6 +416,7 @@ cdef void remove_block(RadixTree* tree, int32_t node, int64_t i) noexcept nogil:
     cdef Node* it = &tree.nodes[node]
     cdef int32_t block = it.blocks[i]
     if block != HOLE:
+        tell(tree, REMOVED, node, i)
         it.blocks[i] = HOLE
         tree.spaces[it.space].n_blocks -= 1
         mend_space(tree, it.space)  # at once: a block that loses its term here may move other namespaces
@@ -532,18 +534,21 @@ cdef Py_ssize_t radix_forget(RadixTree* tree, Key key, Py_ssize_t start) noexcep
 cdef Py_ssize_t radix_clear(RadixTree* tree, const Key* key) noexcept nogil:
     """A namespace, or all of them where there is no key."""
     cdef int64_t n_held = tree.n_held
-    cdef int32_t space, root
+    cdef int32_t space, root = 0 if key is NULL else root_of(tree, key[0])
+    cdef Events* events = tree.events
     tree.n_changes += 1
-    if key is not NULL:
-        root = root_of(tree, key[0])
-        if root:
-            cut_below(tree, root, 0)
-            finish(tree, root)
-        return n_held - tree.n_held
-    for space in range(1, tree.n_spaces):
-        if tree.spaces[space].name is not NULL:
-            root = tree.spaces[space].root
-            cut_below(tree, root, 0)
-            finish(tree, root)
-    empty_pools(tree)
+    if root or (key is NULL and tree.n_namespaces):
+        tell_cleared(tree, tree.nodes[root].space if root else 0)
+    tree.events = NULL  # what goes now has been told in one
+    if root:
+        cut_below(tree, root, 0)
+        finish(tree, root)
+    if key is NULL:
+        for space in range(1, tree.n_spaces):
+            if tree.spaces[space].name is not NULL:
+                root = tree.spaces[space].root
+                cut_below(tree, root, 0)
+                finish(tree, root)
+        empty_pools(tree)
+    tree.events = events
     return n_held - tree.n_held
