@@ -33,7 +33,9 @@ FILES = {
         *(f"pagedkv.groups.{part}" for part in ("sequence", "stores")),
         "pagedkv.shapes.layers",
     ],
-    "pagedkv.tiers": [f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "saving_prefixes", "tier")],
+    "pagedkv.tiers": [
+        f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "saving_prefixes", "tier", "tiered")
+    ],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.vllm": ["pagedkv.integrations.vllm"],
     "pagedkv.integrations.transformers": [

@@ -21,18 +21,23 @@ from pagedkv.tiers.records import Chunk, KeySpace, Record, RecordFormat, encode,
 from pagedkv.tiers.saving import Saved, restore_sequence, save_sequence
 from pagedkv.tiers.saving_prefixes import Restored, restore_prefixes, save_prefixes
 from pagedkv.tiers.tier import Fetched, Tier, TierStats, fetch
+from pagedkv.tiers.tiered import Loaded, Loading, TieredPrefixes, TieredStats
 
 __all__ = [
     "Chunk",
     "Fetched",
     "FileTier",
     "KeySpace",
+    "Loaded",
+    "Loading",
     "Record",
     "RecordFormat",
     "Restored",
     "Saved",
     "Tier",
     "TierStats",
+    "TieredPrefixes",
+    "TieredStats",
     "encode",
     "fetch",
     "restore_prefixes",
