@@ -32,6 +32,8 @@ cdef class ByteBudget:
 
     # One more member, of no other budget; its blocks may take all bytes.
     cdef int join(self, BlockAllocator blocks) except -1
+    # A member whose store goes: what its blocks took is free for the others.
+    cdef void leave(self, BlockAllocator blocks) noexcept
     # Bytes that are held, by the members' books; and what is left of them if the prefix caches gave up all they can.
     cdef Py_ssize_t count(self) noexcept
     cdef Py_ssize_t needed(self) noexcept
@@ -41,6 +43,7 @@ cdef class ByteBudget:
     cdef int take(self, const Want* wants, int n) noexcept
     # The same within a critical section of the budget.
     cdef int take_locked(self, const Want* wants, int n) noexcept
+    cdef int make_room(self, const Want* wants, int n) noexcept
     cdef bint evict_one(self) noexcept
     # So many blocks of whichever members; how many went.
     cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept
@@ -49,11 +52,12 @@ cdef class ByteBudget:
 
 
 cdef class BlockAllocator:
-    cdef int32_t* counts            # holders of each block; 0 = free. The first field: tests/helpers.py looks for it
+    # The first two: tests/helpers.py looks for them.
+    cdef int32_t* counts            # holders of each block; 0 = free
+    cdef int32_t* returned          # a stack of the free blocks that were held before
     cdef PyObject* budget           # owns it; all members' books have its critical section
     cdef Account* account           # the budget's
     cdef Py_ssize_t block_bytes
-    cdef int32_t* returned          # a stack of the free blocks that were held before
     cdef Py_ssize_t n_returned
     cdef Py_ssize_t n_fresh         # blocks [total - n_fresh, total) were never held
     cdef Py_ssize_t n_trimmed       # of the stack, from its bottom: they have lain there since the last trim
@@ -68,6 +72,12 @@ cdef class BlockAllocator:
 
     cdef inline Py_ssize_t n_held(self) noexcept:
         return self.total - self.n_returned - self.n_fresh
+
+    # The i-th block to be handed out, of those that are free.
+    cdef inline int32_t next_free(self, Py_ssize_t i) noexcept:
+        if i < self.n_returned:
+            return self.returned[self.n_returned - 1 - i]
+        return <int32_t>(self.total - self.n_fresh + i - self.n_returned)
 
     # Blocks that the budget has room for too.
     cdef inline Py_ssize_t n_free(self) noexcept:
@@ -94,6 +104,10 @@ cdef class BlockAllocator:
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept
     # The same, for what can be done without: a refusal is not counted.
     cdef bint try_take(self, int32_t* ids, Py_ssize_t n) noexcept
+    # In two steps, where something that can fail is done with the ids before: what would be handed out, as much as is missing
+    # evicted; and these, if it still are these.
+    cdef bint peek(self, int32_t* ids, Py_ssize_t n) noexcept
+    cdef bint take_peeked(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef inline void recount(self, int32_t id, int32_t before, int32_t after) noexcept:
@@ -153,5 +167,6 @@ cdef class BlockAllocator:
     cdef int check_held(self, const int32_t[::1] ids, str name) except -1
     cdef tuple snapshot(self)
     cdef str fault(self)
-    cdef const char* find_fault(self, int32_t* seen, int64_t* place) noexcept
+    cdef Py_ssize_t find_twice(self) noexcept
+    cdef const char* find_fault(self, int64_t* place) noexcept
     cdef str fault_in(self, list tables)

@@ -22,7 +22,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
@@ -68,6 +68,20 @@ cdef class ByteBudget:
         free(old)
         return 0
 
+    cdef void leave(self, BlockAllocator blocks) noexcept:
+        cdef int i
+        if self.n_members == 1:  # it goes with its last member
+            return
+        with cython.critical_section(self):
+            self.account.used -= blocks.n_held() * blocks.block_bytes
+            self.account.resident -= blocks.resident()
+            for i in range(self.n_members):
+                if self.members[i] is <PyObject*>blocks:
+                    self.n_members -= 1
+                    self.members[i] = self.members[self.n_members]
+                    break
+        Py_DECREF(blocks)
+
     cdef int take(self, const Want* wants, int n) noexcept:
         cdef int short
         with cython.critical_section(self):
@@ -77,6 +91,14 @@ cdef class ByteBudget:
         return short
 
     cdef int take_locked(self, const Want* wants, int n) noexcept:
+        cdef int i, short = self.make_room(wants, n)
+        if short < 0:
+            for i in range(n):
+                (<BlockAllocator>wants[i].blocks).hand_out(wants[i].ids, wants[i].n)
+        return short
+
+    cdef int make_room(self, const Want* wants, int n) noexcept:
+        """Evict what is missing, for all of them, or nothing."""
         cdef BlockAllocator blocks
         cdef Py_ssize_t missing, n_bytes, asked = 0, most = -1
         cdef int i, largest = 0
@@ -104,8 +126,6 @@ cdef class ByteBudget:
         while self.account.used + asked > self.account.limit:
             if not self.evict_one():
                 return largest
-        for i in range(n):
-            (<BlockAllocator>wants[i].blocks).hand_out(wants[i].ids, wants[i].n)
         return -1
 
     cdef Py_ssize_t count(self) noexcept:
@@ -170,7 +190,7 @@ cdef class BlockAllocator:
         self.n_fresh = total
         # Untouched memory: a large store costs what it uses.
         self.counts = <int32_t*>calloc(max(total, 1), sizeof(int32_t))
-        self.returned = <int32_t*>malloc(max(total, 1) * sizeof(int32_t))
+        self.returned = <int32_t*>calloc(max(total, 1), sizeof(int32_t))
         if self.counts is NULL or self.returned is NULL:
             raise MemoryError(f"cannot allocate the counts of {total} blocks")
 
@@ -199,21 +219,38 @@ cdef class BlockAllocator:
 
     cdef void hand_out(self, int32_t* ids, Py_ssize_t n) noexcept:
         """Of the free blocks, which are as many at least."""
-        cdef Py_ssize_t i, n_old = min(n, self.n_returned), fresh = self.total - self.n_fresh
+        cdef Py_ssize_t i, n_old = min(n, self.n_returned)
         cdef Py_ssize_t resident = self.resident()
-        for i in range(n_old):
-            ids[i] = self.returned[self.n_returned - 1 - i]
+        for i in range(n):
+            ids[i] = self.next_free(i)
+            self.counts[ids[i]] = 1
         self.n_returned -= n_old
         self.n_trimmed = min(self.n_trimmed, self.n_returned)
-        for i in range(n_old, n):
-            ids[i] = <int32_t>(fresh + i - n_old)
         self.n_fresh -= n - n_old
-        for i in range(n):
-            self.counts[ids[i]] = 1
         self.acquired += n
         self.account.used += n * self.block_bytes
         self.account.resident += self.resident() - resident
         self.peak_held = max(self.peak_held, self.n_held())
+
+    cdef bint peek(self, int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Want want = Want(<PyObject*>self, ids, n)
+        cdef Py_ssize_t i
+        cdef bint enough
+        with cython.critical_section(<object>self.budget):
+            enough = (<ByteBudget>self.budget).make_room(&want, 1) < 0
+            self.exhaustions += not enough
+            for i in range(n if enough else 0):
+                ids[i] = self.next_free(i)
+        return enough
+
+    cdef bint take_peeked(self, int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i = 0
+        with cython.critical_section(<object>self.budget):
+            while i < n <= self.n_free() and ids[i] == self.next_free(i):
+                i += 1
+            if i == n:
+                self.hand_out(ids, n)
+        return i == n
 
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """One more holder for each id; -1, or the place of the first that cannot have one, and no change."""
@@ -485,28 +522,37 @@ cdef class BlockAllocator:
     cdef str fault(self):
         """What is wrong with the counts and the free blocks, or None. Walks over every block."""
         cdef int64_t place = 0
-        cdef int32_t* seen = <int32_t*>calloc(max(self.total, 1), sizeof(int32_t))
         cdef const char* fault
-        if seen is NULL:
-            raise MemoryError("check: cannot allocate a mark for each block")
         with cython.critical_section(<object>self.budget):
-            fault = self.find_fault(seen, &place)
+            fault = self.find_fault(&place)
             if fault is NULL and self.tree is not NULL:
                 fault = radix_fault(self.tree, &place)
-        free(seen)
         return None if fault is NULL else fault.decode().replace("#", str(place))
 
-    cdef const char* find_fault(self, int32_t* seen, int64_t* place) noexcept:
+    cdef Py_ssize_t find_twice(self) noexcept:
+        """A place of the free list whose block has another one there; or -1. Signs mark what was seen: ids have none."""
+        cdef Py_ssize_t i, n = self.n_returned
+        for i in range(self.n_returned):
+            if self.returned[self.returned[i] & INT32_MAX] < 0:
+                n = i
+                break
+            self.returned[self.returned[i] & INT32_MAX] |= INT32_MIN
+        for i in range(n):
+            self.returned[self.returned[i] & INT32_MAX] &= INT32_MAX
+        return n if n < self.n_returned else -1
+
+    cdef const char* find_fault(self, int64_t* place) noexcept:
         cdef Py_ssize_t i, n_zero = 0, fresh = self.total - self.n_fresh
         for i in range(self.n_returned):
             place[0] = self.returned[i]
             if not 0 <= self.returned[i] < fresh:
                 return b"the free list holds #, not an id of a block that was ever held"
-            if seen[self.returned[i]]:
-                return b"block # is twice in the free list"
             if self.counts[self.returned[i]] != 0:
                 return b"block # is in the free list and has holders"
-            seen[self.returned[i]] = 1
+        i = self.find_twice()
+        if i >= 0:
+            place[0] = self.returned[i]
+            return b"block # is twice in the free list"
         for i in range(self.total):
             place[0] = i
             if self.counts[i] < 0:

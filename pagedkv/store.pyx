@@ -61,8 +61,8 @@ prefault=False, debug=False)\n--\n
         Touch all memory now. Without it a block costs memory from its first write on.
     debug : bool, optional
         Fill blocks with NaN when they are taken and when they are given back, and run `check`
-        after every change. Slow; for tests. Such a check comes when the change is done: where it raises, `PagedKvError`
-        for books that do not balance or MemoryError for want of room to look at them, the change stays.
+        after every change. Slow; for tests. Such a check comes when the change is done: where it raises `PagedKvError`
+        for books that do not balance, the change stays. It needs no memory.
 
     Attributes
     ----------
@@ -108,6 +108,9 @@ prefault=False, debug=False)\n--\n
         self.v = BlockRows()
         self.block_size = 1
         self.dtype = "float32"
+
+    def __dealloc__(self):
+        self.budget.leave(self.blocks)
 
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):
@@ -384,6 +387,8 @@ prefault=False, debug=False)\n--\n
             Fewer are free, and the store's `PrefixCache` could not give up as many. Nothing was changed.
         TypeError, ValueError
             ``n`` is no integer of at least 0.
+        MemoryError
+            No block was taken; the prefix cache may have given up what was missing.
         """
         cdef Py_ssize_t i, count = as_size(n, "n", 0, MAX_SIZE)
         if count > self.blocks.n_free():
@@ -392,17 +397,22 @@ prefault=False, debug=False)\n--\n
             raise self.exhausted(count, 0)
         cdef int32_t[::1] out = np.empty(count, np.int32)
         cdef list ids = [0] * count
-        if count == 0:
-            return ids
-        if not self.take(&out[0], count):
-            raise self.exhausted(count, 0)
-        try:
+        cdef bint taken = count == 0
+        while not taken:  # others may come in between
+            if not self.blocks.peek(&out[0], count):
+                raise self.exhausted(count, 0)
             for i in range(count):
                 ids[i] = out[i]
-        except MemoryError:
+            taken = self.blocks.take_peeked(&out[0], count)
+        if count == 0:
+            return ids
+        if self.debug:
+            self.erase(&out[0], count)
+        try:
+            self.after_change()
+        except BaseException:  # nobody would know whose they are
             self.drop_each(&out[0], count)
             raise
-        self.after_change()
         return ids
 
     def retain(self, ids):
@@ -696,7 +706,7 @@ prefault=False, debug=False)\n--\n
         return BlockMap._draw(*self.blocks.snapshot(), tables, n_marks)
 
     def check(self, caches=()):
-        """Raise `PagedKvError` if the books do not balance. Walks over every block.
+        """Raise `PagedKvError` if the books do not balance. Walks over every block, and needs no memory for that.
 
         Parameters
         ----------
@@ -712,9 +722,17 @@ prefault=False, debug=False)\n--\n
             No caches; sequences of another store.
         """
         cdef list tables = [table for _, table in self.tables_of(caches)]
-        fault = self.blocks.fault() or self.blocks.fault_in(tables)
+        self.check_books()
+        fault = self.blocks.fault_in(tables)
         if fault is not None:
             raise PagedKvError(fault)
+
+    cdef int check_books(self) except -1:
+        """Needs no memory where nothing is wrong."""
+        cdef str fault = self.blocks.fault()
+        if fault is not None:
+            raise PagedKvError(fault)
+        return 0
 
     cdef list tables_of(self, object caches):
         """Name and block table, a list of ids and -1, of each of `caches`; empty where it holds nothing of this store."""
@@ -854,7 +872,7 @@ prefault=False, debug=False)\n--\n
             for store in self.with_peers():
                 store.trim()
         if self.debug:
-            self.check()
+            self.check_books()
         return 0
 
 

@@ -136,11 +136,14 @@ def block_views(store):
     return store.k_block, store.v_block, *((store.k_scales, store.v_scales) if store.dtype in SCALED else ())
 
 
-def counts_of(store):
-    """The holders of each block in the store's own books, to break them: through the front door it cannot be done."""
+def books_of(store):
+    """A store's own books, to break them: the holders of each block, and the stack of those that were held before."""
     [blocks] = [each for each in gc.get_referents(store) if type(each).__name__ == "BlockAllocator"]
     fields = id(blocks) + object.__basicsize__ + ctypes.sizeof(ctypes.c_void_p)  # past the table of its methods
-    return (ctypes.c_int32 * blocks.total).from_address(ctypes.c_void_p.from_address(fields).value)
+    return [
+        (ctypes.c_int32 * blocks.total).from_address(address)
+        for address in (ctypes.c_void_p * 2).from_address(fields)
+    ]
 
 
 def cache_state(cache):

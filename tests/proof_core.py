@@ -25,14 +25,13 @@ class Scenario:
     costs: int = 1  # as many others
     alone: bool = False  # the acts look at what others change
     robust: bool = True  # when NumPy's allocations fail: it may crash where it indexes by a mask
-    uncounted: bool = False  # what was taken, and at once given back, may be counted
 
     def __str__(self):
         return self.name
 
     def begin(self):
         world = World.plain(self.total_blocks)
-        world.hands_over, world.uncounted = self.hands_over, self.uncounted
+        world.hands_over = self.hands_over
         return world, self.setup(world)
 
     def allowed(self):
@@ -71,7 +70,7 @@ def strange(tokens):
 # --- PagedKvStore: what a caller holds without a sequence ---
 
 
-@scenario("PagedKvStore", "acquire", total_blocks=600, hands_over=True, uncounted=True)
+@scenario("PagedKvStore", "acquire", total_blocks=600, hands_over=True)
 def _(world):
     """Ids beyond those that Python keeps: each is an object to be made."""
     world.start("a", text(1, 1100), 1100)

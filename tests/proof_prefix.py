@@ -390,6 +390,17 @@ def _(world):
     return [lambda: world.store.acquire(7)]
 
 
+@scenario("short", "acquire ids that are objects to be made", total_blocks=600, hands_over=True)
+def _(world):
+    world.start("held", text(7, 3000), 1200)
+    for i in range(3):
+        world.know(text(1 + i, 40), namespace=[None, b"other", None][i])
+    n = 4 * (world.store.free_block_count - 2)
+    world.cache("held").append_contiguous(world.store, *world.rows("held", n), n)
+    world.alternatives.append(lambda: world.prefixes.evict(5))  # and no memory for their names
+    return [lambda: world.store.acquire(7)]
+
+
 @scenario("short", "Step", total_blocks=16)
 def _(world):
     caches, kv = batch(world)

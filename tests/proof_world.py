@@ -113,7 +113,6 @@ class World:
     events: pagedkv.PrefixEvents | None = None  # a reader of the first place's
     alternatives: list[Any] = field(default_factory=list)  # acts that lead to further states that are as good
     model: Any = None  # the ModelStores, where the places are those of a model
-    uncounted = False
     hands_over = False  # blocks may be on their way to the caller when an interrupt comes
 
     @classmethod
@@ -165,8 +164,6 @@ class World:
             store, prefixes = place.store, place.prefixes
             counts = [store.refcount(block) for block in range(store.total_blocks)]
             counters = store.stats()._replace(exhaustions=0)  # a request that was refused may be counted
-            if self.uncounted:
-                counters = counters._replace(blocks_acquired=0, blocks_released=0, peak_held_blocks=0)
             found[f"store {number}"] = (counts, store.free_block_count, counters)
             found[f"prefixes {number}"] = (
                 prefixes.stats(),

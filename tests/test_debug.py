@@ -1,14 +1,20 @@
 """debug=True: what is free or fresh is NaN, for every dtype and every way to take and to give back, and every change
 of the books is followed by a check of them."""
 
+import gc
+import os
+import weakref
+
 import numpy as np
 import pytest
 from dtype_reference import DTYPES, KINDS, SCALED
 from dtype_support import make, normal
-from helpers import counts_of
+from helpers import books_of, cache_state
+from proof_starved import in_child, is_refused
 
 import pagedkv
 from pagedkv import PagedKvCache, PagedKvError, PrefixCache, Step
+from pagedkv.serving import LayerShape, ModelStores
 
 
 class World:
@@ -25,6 +31,7 @@ class World:
         self.cached = gone.block_table.tolist()
         gone.release(self.store)
         self.ids = self.store.acquire(3)
+        self.one, self.two = self.rows(1), self.rows(2)
 
     def rows(self, n):
         return normal(3, 2, n, 2, 3)
@@ -116,8 +123,8 @@ CHANGES = {
     "acquire": lambda w: w.store.acquire(1),
     "retain": lambda w: w.store.retain(w.ids),
     "release ids": lambda w: w.store.release(w.ids),
-    "push": lambda w: w.first.push(w.store, *w.rows(1)),
-    "append": lambda w: w.first.append_contiguous(w.store, *w.rows(2), 2),
+    "push": lambda w: w.first.push(w.store, *w.one),
+    "append": lambda w: w.first.append_contiguous(w.store, *w.two, 2),
     "reserve": lambda w: w.first.reserve(w.store, 4),
     "release": lambda w: w.first.release(w.store),
     "truncate": lambda w: w.first.truncate(w.store, 1),
@@ -140,11 +147,11 @@ LAST = 15
 
 def break_the_books(world):
     """A block that nobody has taken has a holder."""
-    counts_of(world.store)[LAST] = 1
+    books_of(world.store)[0][LAST] = 1
 
 
 def mend_the_books(world):
-    counts_of(world.store)[LAST] = 0
+    books_of(world.store)[0][LAST] = 0
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -177,3 +184,109 @@ def test_a_step_that_finds_the_books_wrong_on_entering_holds_nothing():
     mend_the_books(world)
     assert world.store.free_block_count == free
     world.second.push(world.store, *world.rows(1))
+
+
+# --- without memory, and without anybody who holds it ---
+
+
+def books(world):
+    """Who holds what; what came and went at once is no change."""
+    counts = [world.store.refcount(block) for block in range(world.store.total_blocks)]
+    return counts, world.prefixes.stats(), [cache_state(cache) for cache in (world.first, world.second)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_check_fails_for_want_of_memory_after_the_change(name):
+    """Whichever allocation fails, the books are as before, or the change is made and nothing was raised."""
+    pytest.importorskip("_testcapi")
+
+    def work(say):
+        faults, n_refused, calm, n = [], 0, 0, 0
+        while calm < 3:
+            say(f"after {n}")
+            gc.collect(0)
+            world = World()
+            before = books(world)
+            refused = is_refused([lambda: CHANGES[name](world)], n)  # noqa: B023
+            world.store.check([world.first, world.second])
+            if refused and books(world) != before:
+                faults.append(n)
+            n_refused += refused
+            calm = 0 if refused else calm + 1
+            n += 1
+        return faults, n_refused
+
+    faults, n_refused = in_child(work)
+    assert not faults
+    assert n_refused or name == "evict"
+
+
+class Circle:
+    """Holds what it is given, and itself."""
+
+    def __init__(self, *held):
+        self.held = (*held, self)
+
+
+@pytest.mark.parametrize(("at", "block", "fault"), [
+    (0, 2, "block 2 is twice in the free list"),
+    (3, 4, "block 4 is twice in the free list"),
+    (1, 5, "block 5 is in the free list and has holders"),
+    (1, 6, "the free list holds 6, not an id of a block that was ever held"),
+    (1, -1, "the free list holds -1, not an id of a block that was ever held"),
+])  # fmt: skip
+def test_a_free_list_that_is_none(at, block, fault):
+    store = make("float32", block_size=2)
+    ids = store.acquire(6)
+    store.release(ids[:5])
+    free = books_of(store)[1]
+    assert free[:5] == [4, 3, 2, 1, 0]
+    before, free[at] = free[at], block
+    for _ in range(2):  # looking leaves no mark
+        with pytest.raises(PagedKvError, match=f"^{fault}$"):
+            store.check()
+    assert free[at] == block
+    free[at] = before
+    store.check()
+    assert store.acquire(6) == [0, 1, 2, 3, 4, 6]
+
+
+def test_a_circle_is_collected_and_leaves_nothing():
+    world = World()
+    step = world.open_step()
+    fork = world.fork()
+    pieces = world.store.pieces(world.ids)
+    filling = world.store.fill(1)
+    handle = pagedkv.PrefixHandle()
+    world.prefixes.insert([1, 2, 3, 4, 5], world.first, handle=handle)
+    circle = Circle(world, step, fork, pieces, filling, handle)
+    seen = [weakref.ref(each) for each in (world.store, world.prefixes, world.first, world.second, fork, step, circle)]
+    del world, step, fork, pieces, filling, handle, circle
+    assert any(each() is not None for each in seen)
+    gc.collect()
+    assert not any(each() is not None for each in seen)
+
+
+def test_a_peer_that_is_collected_leaves_its_bytes_to_the_others():
+    """Blocks that a caller took by id, of a store that is no more, are nobody's."""
+    stores = ModelStores.from_bytes(1 << 20, [LayerShape(8, 1, 16), LayerShape(None, 1, 16)], debug=True)
+    first, second = (group.store for group in stores.groups)
+    most = second.free_block_count
+    cache = PagedKvCache()
+    cache.append_contiguous(first, *np.ones((2, 200, 16), np.float32), 200)
+    first.acquire(7)
+    assert second.free_block_count < most
+    gone = weakref.ref(first)
+    circle = Circle(stores, first, cache)
+    del stores, first, cache, circle
+    gc.collect()
+    assert gone() is None
+    assert second.free_block_count == most
+    ids = second.acquire(most)
+    second.check()
+    second.release(ids)
+    assert second.trim() >= 0
+    second.check()
+    assert second.free_block_count == most

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from pagedkv._radix.nodes cimport (
-    AT_END, FOREVER, HOLE, INSIDE, NEVER, NOTHING, Node, RadixTree, Space, hash_of_child, raw_calloc, raw_free)
+    AT_END, FOREVER, HOLE, INSIDE, NEVER, NOTHING, Node, RadixTree, Space, hash_of_child)
 from pagedkv._radix.order cimport gives_before, goes_before, radix_is_idle
 
 
@@ -139,20 +139,30 @@ cdef const char* fault_of_space(const RadixTree* tree, int32_t space) noexcept n
 
 
 cdef const char* fault_of_shares(const RadixTree* tree) noexcept nogil:
-    cdef int64_t* sums = <int64_t*>raw_calloc(2 * tree.n_spaces, sizeof(int64_t))
-    cdef int32_t i
-    cdef bint right = True
-    if sums is NULL:
-        return b"there was no memory to look at the shares"
-    for i in range(1, tree.n_nodes):
-        sums[2 * tree.nodes[i].space] += n_known(&tree.nodes[i])
-        sums[2 * tree.nodes[i].space + 1] += 1
+    """Counted along the paths, which lead everywhere: as much has been looked at."""
+    cdef int32_t i, node, n_nodes
+    cdef int64_t n_blocks
     for i in range(1, tree.n_spaces):
-        if tree.spaces[i].name is not NULL:
-            right = right and sums[2 * i] == tree.spaces[i].n_blocks and sums[2 * i + 1] == tree.spaces[i].n_nodes
-    raw_free(sums)
-    if not right:
-        return b"the blocks of a namespace are miscounted"
+        if tree.spaces[i].name is NULL:
+            continue
+        node = tree.spaces[i].root
+        n_nodes = 0
+        n_blocks = 0
+        while True:
+            n_blocks += n_known(&tree.nodes[node])
+            n_nodes += 1
+            if n_nodes > tree.spaces[i].n_nodes:
+                break
+            if tree.nodes[node].child:
+                node = tree.nodes[node].child
+                continue
+            while tree.nodes[node].parent and tree.nodes[node].next == 0:
+                node = tree.nodes[node].parent
+            if tree.nodes[node].parent == 0:
+                break
+            node = tree.nodes[node].next
+        if n_nodes != tree.spaces[i].n_nodes or n_blocks != tree.spaces[i].n_blocks:
+            return b"the blocks of a namespace are miscounted"
     return NULL
 
 
