@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -463,3 +464,54 @@ def test_a_long_sequence_grows_block_by_block():
         assert prefixes.insert(range(n), cache) == 1
     assert prefixes.match(range(3000)) == 2000
     prefixes.check()
+
+
+# --- what it costs ---
+
+
+def one_namespace(prefixes, n):
+    for i in range(n):
+        remember(prefixes, [i])
+
+
+def a_namespace_each(prefixes, n):
+    for i in range(n):
+        remember(prefixes, [1], namespace=i.to_bytes(4, "little"))
+
+
+def older_ones_held(prefixes, n):
+    held = []
+    for i in range(n):
+        remember(prefixes, [i])
+        held.append(attach(prefixes, [i, 0])[0])
+    for i in range(100):
+        remember(prefixes, [n + i])
+    return held
+
+
+def older_ones_protected(prefixes, n):
+    for i in range(n):
+        remember(prefixes, [i], ttl=1e6)
+    for i in range(100):
+        remember(prefixes, [n + i])
+
+
+@pytest.mark.parametrize("fill_up", [one_namespace, a_namespace_each, older_ones_held, older_ones_protected])
+def test_a_block_costs_the_same_whatever_else_is_there(fill_up):
+    """Fifty times as much, and less than ten times the time: what looked at all of it would take fifty."""
+
+    def seconds(n):
+        store = PagedKvStore(1, n + 101, 1, 1)
+        prefixes = PrefixCache(store)
+        held = fill_up(prefixes, n)
+        store.acquire(store.free_block_count)
+        best = math.inf
+        for _ in range(60):
+            start = time.perf_counter()
+            store.acquire(1)
+            best = min(best, time.perf_counter() - start)
+        assert prefixes.stats().blocks_evicted == 60
+        del held
+        return best
+
+    assert seconds(20_000) < 10 * seconds(400)
