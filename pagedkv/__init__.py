@@ -11,7 +11,8 @@ attention reads straight through the tables. Each name below has a page of its o
 - Beginnings computed once: `PrefixCache`, `PrefixHandle`, `KnownBlock`; what they learn and forget: `PrefixEvents`,
   `PrefixEvent`. Forks: `PagedKvCache.clone`, `reorder`.
 - Blocks as they are stored: `PagedKvStore.pieces` with `BlockPieces`, `PagedKvStore.fill` with `BlockFilling`.
-- Who can start, and how far a sequence can go: `plan_admission` with `Waiting` and `Admission`, `room_for` with `Room`.
+- Who can start, and how far a sequence can go: `plan_admission` with `PendingRequest` and `Admission`, `room_for` with
+  `Room`.
 - Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `GroupStats`, `PrefixStats`, `cpu_info` with
   `CpuInfo`.
 - Threads: `get_num_threads`, `set_num_threads`.
@@ -35,7 +36,7 @@ Examples
 (20, 62, (20, 4, 8))
 """
 
-from pagedkv.admission import Admission, Room, Waiting, plan_admission, room_for
+from pagedkv.admission import Admission, PendingRequest, Room, plan_admission, room_for
 from pagedkv.attention import attention, paged_attention
 from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
@@ -76,6 +77,7 @@ __all__ = [
     "PagedKvError",
     "PagedKvStore",
     "PagedStoreExhausted",
+    "PendingRequest",
     "PrefixCache",
     "PrefixEvent",
     "PrefixEvents",
@@ -84,7 +86,6 @@ __all__ = [
     "Room",
     "Step",
     "StoreStats",
-    "Waiting",
     "attention",
     "cpu_info",
     "get_num_threads",

@@ -54,7 +54,7 @@ class Room(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingRequest:
     """A request that waits to start.
 
     Parameters
@@ -88,7 +88,7 @@ class Waiting:
     Examples
     --------
     >>> import pagedkv
-    >>> request = pagedkv.Waiting([5, 6, 7], n_most=100)     # a prompt of three tokens, at most 97 new ones
+    >>> request = pagedkv.PendingRequest([5, 6, 7], n_most=100)  # a prompt of three tokens, at most 97 new ones
     >>> request.n_most
     100
     """
@@ -124,7 +124,7 @@ class Admission(NamedTuple):
     --------
     >>> import pagedkv
     >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=1, head_dim=2)
-    >>> [admission] = pagedkv.plan_admission(store, [pagedkv.Waiting(range(40))])
+    >>> [admission] = pagedkv.plan_admission(store, [pagedkv.PendingRequest(range(40))])
     >>> admission, admission.can_start
     (Admission(verdict='now', n_blocks=3, n_reused=0), True)
     """
@@ -187,7 +187,7 @@ def room_for(
 
 def plan_admission(
     store: PagedKvStore | _Groups,
-    waiting: Iterable[Waiting],
+    pending: Iterable[PendingRequest],
     *,
     prefix: PrefixCache | None = None,
     keep_free: SupportsIndex = 0,
@@ -202,7 +202,7 @@ def plan_admission(
     ----------
     store : PagedKvStore or ModelStores
         A model's requests need blocks in all of its stores, and bytes of the budget that these share.
-    waiting : iterable of Waiting
+    pending : iterable of PendingRequest
         The one whose turn it is first.
     prefix : PrefixCache, optional
         That of the store, or of the model that the store is one of. Without it, nothing is known of any prompt, and
@@ -222,7 +222,7 @@ def plan_admission(
     Raises
     ------
     TypeError, ValueError
-        Arguments of a wrong kind; a `Waiting` is named by its place.
+        Arguments of a wrong kind; a `PendingRequest` is named by its place.
     RuntimeError
         A cache of a request is in use by a running call.
 
@@ -238,7 +238,7 @@ def plan_admission(
     --------
     >>> import pagedkv
     >>> store = pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2)
-    >>> queue = [pagedkv.Waiting(range(n)) for n in (20, 40, 16, 4)]
+    >>> queue = [pagedkv.PendingRequest(range(n)) for n in (20, 40, 16, 4)]
     >>> [admission.verdict for admission in pagedkv.plan_admission(store, queue)]
     ['now', 'never', 'wait', 'wait']
     >>> [admission.verdict for admission in pagedkv.plan_admission(store, queue, overtake=True)]
@@ -249,13 +249,13 @@ def plan_admission(
     pinned: list[set[int]] = [set() for _ in stores]  # found by requests that start: no longer evictable
     plan: list[Admission] = []
     someone_waits = False
-    for place, request in enumerate(waiting):
-        if not isinstance(request, Waiting):
-            raise TypeError(f"waiting[{place}]: expected a Waiting, got {type(request).__name__}")
+    for place, request in enumerate(pending):
+        if not isinstance(request, PendingRequest):
+            raise TypeError(f"pending[{place}]: expected a PendingRequest, got {type(request).__name__}")
         try:
             needed, most, n_reused, found = _demand(named, request)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"waiting[{place}]: {error}") from None
+            raise type(error)(f"pending[{place}]: {error}") from None
         new = [ids - known for ids, known in zip(found, pinned, strict=True)]
         n_new = [len(ids) for ids in new]
         verdict: Literal["now", "evict", "wait", "never"] = "wait"
@@ -416,7 +416,7 @@ def _fitting(store: PagedKvStore, cache: PagedKvCache, n_blocks: int, prefix: Pr
 # --- what a request asks for ---
 
 
-def _demand(named: _Named, request: Waiting) -> tuple[list[int], list[int], int, list[set[int]]]:
+def _demand(named: _Named, request: PendingRequest) -> tuple[list[int], list[int], int, list[set[int]]]:
     """For each store the blocks to take at the start and those held at most, how many positions are known, and for each
     store the evictable blocks among those that are found.
     """

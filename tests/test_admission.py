@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from prefix_support import attach, remember
 
 import pagedkv
-from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted, PrefixCache, Waiting, plan_admission, room_for
+from pagedkv import (
+    PagedKvCache,
+    PagedKvStore,
+    PagedStoreExhausted,
+    PendingRequest,
+    PrefixCache,
+    plan_admission,
+    room_for,
+)
 
 
 def verdicts(plan):
@@ -137,7 +145,7 @@ def test_room_refuses(store, prefixes):
 
 
 def test_in_turn(store):
-    queue = [Waiting(range(n)) for n in (40, 24, 1, 65)]
+    queue = [PendingRequest(range(n)) for n in (40, 24, 1, 65)]
     with unchanged(store):
         assert plan_admission(store, queue) == [("now", 10, 0), ("now", 6, 0), ("wait", 1, 0), ("never", 17, 0)]
     held = store.acquire(1)
@@ -151,11 +159,11 @@ def test_in_turn(store):
 
 
 def test_never_looks_at_the_most_it_will_have(store):
-    assert verdicts(plan_admission(store, [Waiting(range(8), n_most=64)])) == ["now"]
-    assert verdicts(plan_admission(store, [Waiting(range(8), n_most=65)])) == ["never"]
-    assert plan_admission(store, [Waiting(range(80), n_positions=8)]) == [("never", 2, 0)]
-    assert plan_admission(store, [Waiting(range(30), n_positions=8)]) == [("now", 2, 0)]
-    assert plan_admission(store, [Waiting(n_positions=9)]) == [("now", 3, 0)]
+    assert verdicts(plan_admission(store, [PendingRequest(range(8), n_most=64)])) == ["now"]
+    assert verdicts(plan_admission(store, [PendingRequest(range(8), n_most=65)])) == ["never"]
+    assert plan_admission(store, [PendingRequest(range(80), n_positions=8)]) == [("never", 2, 0)]
+    assert plan_admission(store, [PendingRequest(range(30), n_positions=8)]) == [("now", 2, 0)]
+    assert plan_admission(store, [PendingRequest(n_positions=9)]) == [("now", 3, 0)]
 
 
 def test_what_is_known_is_not_taken(store, prefixes):
@@ -164,9 +172,9 @@ def test_what_is_known_is_not_taken(store, prefixes):
     prefixes.insert(range(16), holder, namespace=b"a")
     taken = store.acquire(10)
     prompt = [*range(14), 99, 98, 97]  # 17 tokens: 5 blocks, 3 of them known, and a copy of part of the fourth
-    assert plan_admission(store, [Waiting(prompt)], prefix=prefixes) == [("wait", 5, 0)]
-    assert plan_admission(store, [Waiting(prompt, namespace=b"a")]) == [("wait", 5, 0)]
-    assert plan_admission(store, [Waiting(prompt, namespace=b"a")], prefix=prefixes) == [("now", 2, 14)]
+    assert plan_admission(store, [PendingRequest(prompt)], prefix=prefixes) == [("wait", 5, 0)]
+    assert plan_admission(store, [PendingRequest(prompt, namespace=b"a")]) == [("wait", 5, 0)]
+    assert plan_admission(store, [PendingRequest(prompt, namespace=b"a")], prefix=prefixes) == [("now", 2, 14)]
     store.release(taken)
 
 
@@ -174,7 +182,7 @@ def test_what_is_found_cannot_be_evicted_for_the_next(store, prefixes):
     remember(prefixes, range(16))
     remember(prefixes, [7] * 16)
     store.acquire(8)
-    hit, big = Waiting([*range(16), 5]), Waiting([9] * 16)
+    hit, big = PendingRequest([*range(16), 5]), PendingRequest([9] * 16)
     assert plan_admission(store, [hit, big], prefix=prefixes) == [("evict", 1, 16), ("wait", 4, 0)]
     assert plan_admission(store, [big, hit], prefix=prefixes) == [("evict", 4, 0), ("wait", 1, 16)]
     # The second finds the same blocks: they are counted once.
@@ -187,7 +195,7 @@ def test_what_is_found_cannot_be_evicted_for_the_next(store, prefixes):
 def test_a_protected_hit_costs_nobody(store, prefixes):
     remember(prefixes, range(16), ttl=5)
     store.acquire(11)
-    assert plan_admission(store, [Waiting([*range(16), 5])], prefix=prefixes) == [("now", 1, 16)]
+    assert plan_admission(store, [PendingRequest([*range(16), 5])], prefix=prefixes) == [("now", 1, 16)]
 
 
 def test_forks_need_their_copies(store):
@@ -195,11 +203,11 @@ def test_forks_need_their_copies(store):
     append(store, cache, 6)
     fork = cache.clone()
     store.acquire(13)
-    assert plan_admission(store, [Waiting(n_positions=8, cache=fork)]) == [("now", 1, 6)]
-    assert plan_admission(store, [Waiting(n_positions=9, cache=fork)]) == [("wait", 2, 6)]
-    assert plan_admission(store, [Waiting(n_positions=3, cache=fork, n_most=64)]) == [("now", 0, 6)]
-    assert plan_admission(store, [Waiting(cache=fork, n_most=65)]) == [("never", 0, 6)]
-    assert plan_admission(store, [Waiting(range(4), cache=PagedKvCache())]) == [("now", 1, 0)]
+    assert plan_admission(store, [PendingRequest(n_positions=8, cache=fork)]) == [("now", 1, 6)]
+    assert plan_admission(store, [PendingRequest(n_positions=9, cache=fork)]) == [("wait", 2, 6)]
+    assert plan_admission(store, [PendingRequest(n_positions=3, cache=fork, n_most=64)]) == [("now", 0, 6)]
+    assert plan_admission(store, [PendingRequest(cache=fork, n_most=65)]) == [("never", 0, 6)]
+    assert plan_admission(store, [PendingRequest(range(4), cache=PagedKvCache())]) == [("now", 1, 0)]
 
 
 @given(
@@ -218,7 +226,7 @@ def test_what_may_start_can(known, prompts, overtake):
         prefixes.insert(tokens, cache)
         running += [cache] * stays
     cache = None
-    plan = plan_admission(store, map(Waiting, prompts), prefix=prefixes, overtake=overtake)
+    plan = plan_admission(store, map(PendingRequest, prompts), prefix=prefixes, overtake=overtake)
     starting = [prompt for prompt, admission in zip(prompts, plan, strict=True) if admission.can_start]
     free = store.free_block_count
     assert sum(a.n_blocks for a in plan if a.verdict == "now") <= free
@@ -234,13 +242,13 @@ def test_what_may_start_can(known, prompts, overtake):
 
 def test_plan_refuses(store, prefixes):
     for queue, options, error, name in [
-        ([None], {}, TypeError, "waiting[0]"),
-        ([Waiting(), [1, 2]], {}, TypeError, "waiting[1]"),
-        ([Waiting([1.5])], {}, ValueError, "waiting[0]: tokens"),
-        ([Waiting([1], n_positions=-1)], {}, ValueError, "waiting[0]: n_positions"),
-        ([Waiting([1], n_most=1.0)], {}, TypeError, "waiting[0]: n_most"),
-        ([Waiting([1], cache=3)], {}, TypeError, "waiting[0]: cache"),
-        ([Waiting([1], namespace="a")], {"prefix": prefixes}, TypeError, "waiting[0]: namespace"),
+        ([None], {}, TypeError, "pending[0]"),
+        ([PendingRequest(), [1, 2]], {}, TypeError, "pending[1]"),
+        ([PendingRequest([1.5])], {}, ValueError, "pending[0]: tokens"),
+        ([PendingRequest([1], n_positions=-1)], {}, ValueError, "pending[0]: n_positions"),
+        ([PendingRequest([1], n_most=1.0)], {}, TypeError, "pending[0]: n_most"),
+        ([PendingRequest([1], cache=3)], {}, TypeError, "pending[0]: cache"),
+        ([PendingRequest([1], namespace="a")], {"prefix": prefixes}, TypeError, "pending[0]: namespace"),
         ([], {"keep_free": -1}, ValueError, "keep_free"),
         ([], {"prefix": 1}, TypeError, "prefix"),
     ]:

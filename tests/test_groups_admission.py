@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import LayerShape, ModelSequence, ModelStores, Waiting, plan_admission
+from pagedkv import LayerShape, ModelSequence, ModelStores, PagedKvCache, PendingRequest, plan_admission
 
 SIZE = 3
 SHAPES = [LayerShape(None, 1, 1), LayerShape(5, 2, 2), LayerShape(None, 1, 1), LayerShape(8, 1, 3, 2)]
@@ -95,7 +95,7 @@ class World:
     @property
     def asked(self):
         return [
-            Waiting(real if real is theirs else (), n, most, cache=None if real is theirs else real, chunk=chunk)
+            PendingRequest(real if real is theirs else (), n, most, cache=None if real is theirs else real, chunk=chunk)
             for real, theirs, n, most, chunk in self.queue
         ]
 
@@ -244,12 +244,13 @@ def test_a_windowed_request_needs_a_window_and_a_chunk():
     """300 positions: a full store takes 75 blocks of 4; one of window 6 the 5 seen, 8 new and 3 before: 4 blocks."""
     stores = ModelStores([LayerShape(None, 1, 1), LayerShape(6, 1, 2)], 80, block_size=4)
     prompt = range(300)
-    assert plan_admission(stores, [Waiting(prompt)]) == [("now", 150, 0)]
-    assert plan_admission(stores, [Waiting(prompt, chunk=8)]) == [("now", 79, 0)]
+    assert plan_admission(stores, [PendingRequest(prompt)]) == [("now", 150, 0)]
+    assert plan_admission(stores, [PendingRequest(prompt, chunk=8)]) == [("now", 79, 0)]
     few = ModelStores([LayerShape(6, 1, 2)], 4, block_size=4)
-    assert plan_admission(few, [Waiting(prompt)]) == [("never", 75, 0)]
-    assert plan_admission(few, [Waiting(prompt, chunk=8), Waiting([1])]) == [("now", 4, 0), ("wait", 1, 0)]
-    assert plan_admission(few, [Waiting(prompt, chunk=9)]) == [("never", 5, 0)]
+    assert plan_admission(few, [PendingRequest(prompt)]) == [("never", 75, 0)]
+    queue = [PendingRequest(prompt, chunk=8), PendingRequest([1])]
+    assert plan_admission(few, queue) == [("now", 4, 0), ("wait", 1, 0)]
+    assert plan_admission(few, [PendingRequest(prompt, chunk=9)]) == [("never", 5, 0)]
     assert few.can_ever_fit(300, chunk=8)
     assert not few.can_ever_fit(300, chunk=9)
 
@@ -260,22 +261,22 @@ def test_stores_share_the_bytes():
     stores = ModelStores.from_bytes(10 * 32, shapes, block_size=4)
     assert [store.total_blocks for store in stores.stores] == [10, 2]
     # 24 positions are 6 narrow blocks; of the wide ones a chunk of 1 holds 3 + 1 + 3 positions, two blocks.
-    assert plan_admission(stores, [Waiting(range(24), chunk=1)]) == [("never", 8, 0)]
-    assert plan_admission(stores, [Waiting(range(8), chunk=1)]) == [("now", 4, 0)]
-    assert plan_admission(stores, [Waiting(range(4))] * 3) == [("now", 2, 0), ("now", 2, 0), ("wait", 2, 0)]
-    assert plan_admission(stores, [Waiting(range(4))] * 2, keep_free=1) == [("now", 2, 0), ("wait", 2, 0)]
-    assert plan_admission(stores, [Waiting(range(4))], keep_free=2) == [("wait", 2, 0)]
+    assert plan_admission(stores, [PendingRequest(range(24), chunk=1)]) == [("never", 8, 0)]
+    assert plan_admission(stores, [PendingRequest(range(8), chunk=1)]) == [("now", 4, 0)]
+    assert plan_admission(stores, [PendingRequest(range(4))] * 3) == [("now", 2, 0), ("now", 2, 0), ("wait", 2, 0)]
+    assert plan_admission(stores, [PendingRequest(range(4))] * 2, keep_free=1) == [("now", 2, 0), ("wait", 2, 0)]
+    assert plan_admission(stores, [PendingRequest(range(4))], keep_free=2) == [("wait", 2, 0)]
 
 
 def test_a_store_of_a_model_is_asked_alone():
     stores = ModelStores.from_bytes(10 * 32, [LayerShape(None, 1, 1), LayerShape(4, 1, 4)], block_size=4)
     narrow, wide = stores.stores
-    assert plan_admission(narrow, [Waiting(range(40)), Waiting([1])], prefix=stores.prefixes) == [
+    assert plan_admission(narrow, [PendingRequest(range(40)), PendingRequest([1])], prefix=stores.prefixes) == [
         ("now", 10, 0),
         ("wait", 1, 0),
     ]
     held = wide.acquire(1)
-    assert plan_admission(narrow, [Waiting(range(24)), Waiting([1])]) == [("now", 6, 0), ("wait", 1, 0)]
+    assert plan_admission(narrow, [PendingRequest(range(24)), PendingRequest([1])]) == [("now", 6, 0), ("wait", 1, 0)]
     wide.release(held)
 
 
@@ -285,11 +286,11 @@ def test_refusals():
     stranger = ModelSequence(others)
     grow(others, stranger, 3)
     for queue, options, error, message in [
-        ([Waiting(cache=pagedkv.PagedKvCache())], {}, TypeError, "waiting[0]: cache: expected a ModelSequence or None"),
-        ([Waiting(cache=ModelSequence)], {}, TypeError, "waiting[0]: cache: expected a ModelSequence or None"),
-        ([Waiting(), Waiting(cache=stranger)], {}, ValueError, "waiting[1]: store: expected"),
-        ([Waiting(chunk=0)], {}, ValueError, "waiting[0]: chunk: expected an integer from 1"),
-        ([Waiting(chunk=1.5)], {}, TypeError, "waiting[0]: chunk: expected"),
+        ([PendingRequest(cache=PagedKvCache())], {}, TypeError, "pending[0]: cache: expected a ModelSequence or None"),
+        ([PendingRequest(cache=ModelSequence)], {}, TypeError, "pending[0]: cache: expected a ModelSequence or None"),
+        ([PendingRequest(), PendingRequest(cache=stranger)], {}, ValueError, "pending[1]: store: expected"),
+        ([PendingRequest(chunk=0)], {}, ValueError, "pending[0]: chunk: expected an integer from 1"),
+        ([PendingRequest(chunk=1.5)], {}, TypeError, "pending[0]: chunk: expected"),
         ([], {"prefix": others.prefixes}, ValueError, "prefix: expected the store's own"),
         ([], {"prefix": stores.prefixes.groups[0]}, ValueError, "prefix: expected the store's own"),
         ([], {"prefix": stores}, TypeError, "prefix: expected a PrefixCache"),
@@ -300,9 +301,9 @@ def test_refusals():
     for wrong in (None, 3, stores.groups, ModelStores, stores.stores):
         with pytest.raises(TypeError, match="^store: expected a PagedKvStore or ModelStores, got"):
             plan_admission(wrong, [])
-    with pytest.raises(TypeError, match="^waiting.0.: cache: expected a PagedKvCache or None, got ModelSequence"):
-        plan_admission(stores.stores[0], [Waiting(cache=ModelSequence(stores))])
+    with pytest.raises(TypeError, match="^pending.0.: cache: expected a PagedKvCache or None, got ModelSequence"):
+        plan_admission(stores.stores[0], [PendingRequest(cache=ModelSequence(stores))])
     busy = ModelSequence(stores)
     grow(stores, busy, 2)
     with pagedkv.Step(stores, busy, 0), pytest.raises(RuntimeError, match="in use"):
-        plan_admission(stores, [Waiting(cache=busy)])
+        plan_admission(stores, [PendingRequest(cache=busy)])

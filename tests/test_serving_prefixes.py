@@ -247,8 +247,8 @@ NUMBERS = {
     "new_len": lambda stores, n: ModelSequence(stores).caches[0].can_truncate_to(n),
     "priority": lambda stores, n: stores.prefixes.insert([1], ModelSequence(stores), priority=n),
     "start": lambda stores, n: stores.prefixes.forget([1], start=n),
-    "waiting[0]: first_position": lambda stores, n: pagedkv.plan_admission(
-        stores.groups[0].store, [pagedkv.Waiting(first_position=n)]
+    "pending[0]: first_position": lambda stores, n: pagedkv.plan_admission(
+        stores.groups[0].store, [pagedkv.PendingRequest(first_position=n)]
     ),
     "keep_free": lambda stores, n: pagedkv.plan_admission(stores.groups[0].store, [], keep_free=n),
 }

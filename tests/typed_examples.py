@@ -401,21 +401,21 @@ def example_admission() -> None:
     prefixes = pagedkv.PrefixCache(store)
     room = assert_type(pagedkv.room_for(store, pagedkv.PagedKvCache(), prefix=prefixes), pagedkv.Room)
     assert_type(room.now + room.with_eviction + room.ever, int)
-    waiting = [
-        pagedkv.Waiting(tokens=[1, 2, 3], n_positions=3, n_most=30, namespace=b"a"),
-        pagedkv.Waiting(cache=pagedkv.PagedKvCache()),
+    pending = [
+        pagedkv.PendingRequest(tokens=[1, 2, 3], n_positions=3, n_most=30, namespace=b"a"),
+        pagedkv.PendingRequest(cache=pagedkv.PagedKvCache()),
     ]
-    plan = pagedkv.plan_admission(store, iter(waiting), prefix=prefixes, keep_free=1, overtake=True)
+    plan = pagedkv.plan_admission(store, iter(pending), prefix=prefixes, keep_free=1, overtake=True)
     assert_type(plan, list[pagedkv.Admission])
     assert_type(plan[0].verdict, Literal["now", "evict", "wait", "never"])
     assert_type(plan[0].n_blocks + plan[0].n_reused, int)
     assert_type(plan[0].can_start, bool)
     assert not [one for one in plan if one.verdict == "later"]  # type: ignore[comparison-overlap]
     stores = pagedkv.ModelStores([pagedkv.LayerShape(None, 1, 4)], 8)
-    queue = [pagedkv.Waiting([1, 2], chunk=2), pagedkv.Waiting(cache=pagedkv.ModelSequence(stores))]
+    queue = [pagedkv.PendingRequest([1, 2], chunk=2), pagedkv.PendingRequest(cache=pagedkv.ModelSequence(stores))]
     assert_type(pagedkv.plan_admission(stores, queue, prefix=stores.prefixes), list[pagedkv.Admission])
     with pytest.raises(AttributeError):
-        waiting[0].n_most = 5  # type: ignore[misc]
+        pending[0].n_most = 5  # type: ignore[misc]
     with pytest.raises(TypeError):
         pagedkv.plan_admission(store, [[1, 2, 3]])  # type: ignore[list-item]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagedkv import ModelStores, Waiting, plan_admission
+from pagedkv import ModelStores, PendingRequest, plan_admission
 from pagedkv.prefix import common_length
 from pagedkv.serving.requests import Request
 
 
 def has_room(stores: ModelStores, request: Request, chunk: int, shares: bool, keep_free: int) -> bool:
     """Whether the stores have the blocks of a request, with eviction, when it starts on what is known of it."""
-    asked = Waiting(
+    asked = PendingRequest(
         request._ids if shares else (), n_positions=len(request.tokens), namespace=request.namespace, chunk=chunk
     )
     return plan_admission(stores, [asked], prefix=stores.prefixes, keep_free=keep_free)[0].can_start
