@@ -289,7 +289,7 @@ class Server:
                 place.check_rows(cache.block_table.tolist(), tokens, cache.first_position, before, "a request")
             parts.append((tokens[: before + n], n))
         write_layers(self.world, running, parts)
-        return [next_token(request.tokens) for request in batch.asking]
+        return [next_token(request.tokens) for request in batch.sampled]
 
     def go_on(self, enough=300):
         """From wherever an interrupt has left it: submit what is left to submit, and make steps until all is done."""

@@ -64,7 +64,7 @@ class Model:
             for request, n in zip(batch.requests, batch.query_lens, strict=True)
             for token in request.tokens[request.sequence.seq_len :][:n]
         ]
-        return [next_token(request.tokens) for request in batch.asking]
+        return [next_token(request.tokens) for request in batch.sampled]
 
     def check(self, layer, batch, ends, out):
         """A query of zeros sees the mean of what it may see."""

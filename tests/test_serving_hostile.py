@@ -343,4 +343,4 @@ def test_what_is_refused_leaves_a_sequence_as_it_is():
 
 def test_a_batch_of_nothing():
     batch = Batch.of([])
-    assert (batch.requests, batch.token_ids, batch.asking_rows) == ((), [], [])
+    assert (batch.requests, batch.token_ids, batch.logits_indices) == ((), [], [])

@@ -491,7 +491,7 @@ def example_serving() -> None:
         for layer in range(stores.n_layers):
             step.write(layer, ones(step.n_rows, 16), ones(step.n_rows, 16))
             assert step.attend(layer, ones(step.n_rows, 4, 8)).dtype == np.float32
-        return [5 for _ in batch.asking]
+        return [5 for _ in batch.sampled]
 
     scheduler = Scheduler(stores, max_running=2)
     request = assert_type(scheduler.submit([1, 2, 3], 2, stop_tokens={7}, namespace=b"a"), Request)

@@ -66,9 +66,9 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step; returns the requests that got a token, their last."""
         started = time.perf_counter()
-        asking = self._scheduler.step(self._compute)
+        sampled = self._scheduler.step(self._compute)
         seconds = time.perf_counter() - started
-        for request in asking:
+        for request in sampled:
             if request.finish_reason:
                 del self._choosers[request]
         if max(self._rows) > 1:
@@ -77,7 +77,7 @@ class Engine:
         else:
             self.decode.tokens += len(self._rows)
             self.decode.seconds += seconds
-        return asking
+        return sampled
 
     def cancel(self, request: Request) -> None:
         """Ends a request and gives its blocks back, whether it runs, waits or has ended before."""
@@ -99,10 +99,10 @@ class Engine:
             return out
 
         hidden: F32 = self._model.forward(batch.token_ids, np.array(batch.positions), attend)
-        logits = self._model.logits(hidden[batch.asking_rows]) if batch.asking else ()
+        logits = self._model.logits(hidden[batch.logits_indices]) if batch.sampled else ()
         self._rows = batch.query_lens
         stores = self._scheduler.stores
         in_use = [group.n_blocks_in_use for group in stores.groups]
         self.peak_blocks = list(map(max, self.peak_blocks, in_use))
         self.peak_bytes = max(self.peak_bytes, stores.nbytes_in_use)
-        return [self._choosers[request](row) for request, row in zip(batch.asking, logits, strict=True)]
+        return [self._choosers[request](row) for request, row in zip(batch.sampled, logits, strict=True)]

@@ -14,7 +14,7 @@ Examples
 ...     for layer in range(stores.n_layers):
 ...         step.write(layer, rows, rows)
 ...         step.attend(layer, rows)
-...     return [request.tokens[-1] + 1 for request in batch.asking]
+...     return [request.tokens[-1] + 1 for request in batch.sampled]
 >>> scheduler = Scheduler(stores)
 >>> first, second = scheduler.submit([1, 2, 3, 4, 5], 4), scheduler.submit([1, 2, 3, 4, 9], 4, stop_tokens=[11])
 >>> while not scheduler.is_idle:

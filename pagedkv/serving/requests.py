@@ -117,10 +117,10 @@ class Batch:
         Rows of each; 1 for those that decode.
     token_ids, positions : list of int
         Of every row.
-    asking : tuple of Request
+    sampled : tuple of Request
         Those that get a token from this pass, since it computes the last of what they have.
-    asking_rows : list of int
-        The rows whose logits say it.
+    logits_indices : list of int
+        The rows of the batch whose logits it is taken from.
 
     Notes
     -----
@@ -131,7 +131,7 @@ class Batch:
     >>> from pagedkv.serving import Batch, LayerShape, ModelStores, Scheduler
     >>> scheduler = Scheduler(ModelStores([LayerShape(None, 1, 4)], total_blocks=8))
     >>> batch = Batch.of([(scheduler.submit([5, 6, 7], max_new_tokens=4), 2)])
-    >>> batch.token_ids, batch.positions, batch.asking           # the third token is left for the next pass
+    >>> batch.token_ids, batch.positions, batch.sampled          # the third token is left for the next pass
     ([5, 6], [0, 1], ())
     """
 
@@ -139,8 +139,8 @@ class Batch:
     query_lens: tuple[int, ...]
     token_ids: list[int]
     positions: list[int]
-    asking: tuple[Request, ...]
-    asking_rows: list[int]
+    sampled: tuple[Request, ...]
+    logits_indices: list[int]
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Request, int]]) -> Batch:
@@ -163,7 +163,7 @@ class Batch:
         requests, query_lens = [], []
         token_ids: list[int] = []
         positions: list[int] = []
-        asking, asking_rows = [], []
+        sampled, logits_indices = [], []
         for request, n_rows in rows:
             tokens, first = request.tokens, request.sequence.seq_len
             requests.append(request)
@@ -171,6 +171,6 @@ class Batch:
             token_ids += tokens._ids[first : min(first + n_rows, tokens._n)].tolist()
             positions += range(first, first + n_rows)
             if first + n_rows == tokens._n:
-                asking.append(request)
-                asking_rows.append(len(token_ids) - 1)
-        return cls(tuple(requests), tuple(query_lens), token_ids, positions, tuple(asking), asking_rows)
+                sampled.append(request)
+                logits_indices.append(len(token_ids) - 1)
+        return cls(tuple(requests), tuple(query_lens), token_ids, positions, tuple(sampled), logits_indices)

@@ -98,7 +98,7 @@ class Scheduler:
     >>> def compute(batch, step):
     ...     rows = np.ones((step.n_rows, 1, 4), np.float32)              # stands for the model
     ...     step.write(0, rows, rows)
-    ...     return [9] * len(batch.asking)
+    ...     return [9] * len(batch.sampled)
     >>> request = scheduler.submit([5, 6, 7], max_new_tokens=2)
     >>> while not scheduler.is_idle:
     ...     ended = scheduler.step(compute)
@@ -219,7 +219,7 @@ class Scheduler:
         ----------
         compute : callable
             ``compute(batch, step)`` writes and attends in all layers of the open `pagedkv.Step` ``step``, and returns a
-            token for each request of ``batch.asking``. An exception leaves all requests as they were before the pass.
+            token for each request of ``batch.sampled``. An exception leaves all requests as they were before the pass.
             It is not called when there is nothing to compute.
 
         Returns
@@ -250,7 +250,7 @@ class Scheduler:
         except BaseException:
             self._settle()
             raise
-        return list(opened.batch.asking)
+        return list(opened.batch.sampled)
 
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it is. One that has ended stays as it is.
@@ -332,12 +332,12 @@ class Scheduler:
         self, opened: _Pass, compute: Callable[[Batch, Step], Iterable[SupportsIndex]]
     ) -> Generator[list[int], None, None]:
         """Yields once, the tokens that were asked for, when K and V of the batch are written."""
-        n_asked = len(opened.batch.asking)
+        n_sampled = len(opened.batch.sampled)
         found = compute(opened.batch, opened.step)
         given = tuple(found) if isinstance(found, Iterator) else cast(Tokens, found)
         tokens: list[int] = as_token_ids(given, "compute").tolist()
-        if len(tokens) != n_asked:
-            raise ValueError(f"compute: expected {n_asked} tokens, got {len(tokens)}")
+        if len(tokens) != n_sampled:
+            raise ValueError(f"compute: expected {n_sampled} tokens, got {len(tokens)}")
         if missing := opened.step.unwritten_layers:
             raise RuntimeError(f"compute: expected all layers to be written, {list(missing)} were not")
         yield tokens
@@ -358,7 +358,7 @@ class Scheduler:
         """What has been computed is counted, and known; the tokens go to their requests, of which some end."""
         batch, failure = done.batch, None
         self.counts.positions_computed = done.n_computed + done.step.n_rows
-        for request, row, token in zip(batch.asking, batch.asking_rows, tokens, strict=True):
+        for request, row, token in zip(batch.sampled, batch.logits_indices, tokens, strict=True):
             request.tokens._put(batch.positions[row] + 1, token)
         while done.unknown:  # each is tried once: one that fails must not be in the way of all that follows
             request, n_rows = done.unknown.pop()
@@ -367,7 +367,7 @@ class Scheduler:
             except Exception as error:
                 failure = error
             request.sequence.drop_unneeded()
-        for request in batch.asking:
+        for request in batch.sampled:
             if reason := request.end:
                 self._end(request, reason)
         if failure is not None:

@@ -178,14 +178,14 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            asking = self._engine.step()
+            sampled = self._engine.step()
         except Exception:
             # The step has changed nothing, but who caused it is not known: all that were in it end.
             _log.exception("a step failed")
             for request in self._scheduler.running or tuple(self._job_of):
                 self._end(self._job_of[request], "failed", engine_failed())
             return
-        for request in asking:
+        for request in sampled:
             self._add(self._job_of[request], request, request.tokens[-1])
 
     def _add(self, job: Job, request: Request, token: int) -> None:

@@ -235,15 +235,15 @@ class _Engine:
         with torch.no_grad(), _attending(self._configs):
             inputs = {"input_ids": torch.tensor([batch.token_ids]), "position_ids": torch.tensor([batch.positions])}
             if self._keeps_logits:
-                inputs["logits_to_keep"] = torch.tensor(batch.asking_rows, dtype=torch.long)
+                inputs["logits_to_keep"] = torch.tensor(batch.logits_indices, dtype=torch.long)
             inputs[self._cache_name] = _PassCache(self._stores, step)
             logits = self._model(**inputs, use_cache=True, return_dict=True).logits[0]
-            chosen = logits if self._keeps_logits else logits[batch.asking_rows]
-            return self._choose(batch.asking, chosen)
+            chosen = logits if self._keeps_logits else logits[batch.logits_indices]
+            return self._choose(batch.sampled, chosen)
 
-    def _choose(self, asking: Sequence[Request], logits: torch.Tensor) -> list[int]:
-        tokens: list[int] = logits.argmax(dim=-1).tolist() if asking else []
-        for row, request in enumerate(asking):
+    def _choose(self, sampled: Sequence[Request], logits: torch.Tensor) -> list[int]:
+        tokens: list[int] = logits.argmax(dim=-1).tolist() if sampled else []
+        for row, request in enumerate(sampled):
             sampler = self._samplers[request]
             if not sampler.is_greedy:
                 tokens[row] = sampler.choose(request.tokens, logits[row])
