@@ -239,13 +239,13 @@ SERVICES = [
     Service(
         "common beginnings",
         [(SHARED + text(2, 3), 5, None), (SHARED + text(3, 5), 3, None), (SHARED, 4, b"other"), (text(4, 21), 2, None)],
-        options={"prefill_rows": 8},
+        options={"max_prefill_tokens": 8},
     ),
     Service(
         "stores that are short",
         [(text(1, 10), 9, None), (SHARED + text(3, 4), 9, None), (text(4, 12), 8, None)],
         total_blocks=8,
-        options={"prefill_rows": 8},
+        options={"max_prefill_tokens": 8},
     ),
     Service(
         "some are cancelled",

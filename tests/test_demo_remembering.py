@@ -121,7 +121,7 @@ def test_a_request_can_be_given_up_wherever_it_is(model, shares):
 
 
 def test_who_waits_for_a_lender_that_is_given_up_computes_by_itself(model):
-    served = server(model, prefill_rows=4)
+    served = server(model, max_prefill_tokens=4)
     lender = served.engine.submit(tokens(40), 4)
     heir = served.engine.submit([*tokens(30), 7], 4)
     served.engine.step()
@@ -161,11 +161,11 @@ arrivals = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals, st.integers(1, 9), st.integers(0, 20), st.sampled_from([1, 5, 256]))
-def test_everyone_gets_their_own_tokens(model, arrivals, block_size, spare, prefill_rows):
+def test_everyone_gets_their_own_tokens(model, arrivals, block_size, spare, max_prefill_tokens):
     """Whoever comes, shares, is preempted or given up, over stores that remember."""
     texts = [tokens(n_common) + tokens(n_own, seed=n_own % 3) for n_common, n_own, *_ in arrivals]
     largest = max(-(-(len(text) + case[2]) // block_size) for text, case in zip(texts, arrivals, strict=True))
-    served = server(model, block_size=block_size, n_blocks=largest + spare, prefill_rows=prefill_rows)
+    served = server(model, block_size=block_size, n_blocks=largest + spare, max_prefill_tokens=max_prefill_tokens)
     requests, given_up, now = [], {}, 0
     for text, (_, _, n_new, pause, patience) in zip(texts, arrivals, strict=True):
         requests.append(served.engine.submit(text, n_new))

@@ -94,7 +94,7 @@ def test_a_stop_token_ends_a_request(model):
 
 
 def test_requests_join_and_leave_while_others_decode(model):
-    served = server(model, prefill_rows=8)
+    served = server(model, max_prefill_tokens=8)
     first = served.engine.submit(tokens(5, seed=1), 30)
     for _ in range(4):
         served.engine.step()
@@ -176,7 +176,7 @@ def test_what_could_never_fit_is_refused(model):
 
 
 def test_windowed_layers_hold_about_a_window(model):
-    served = server(model, n_blocks=40, prefill_rows=8)
+    served = server(model, n_blocks=40, max_prefill_tokens=8)
     served.engine.submit(tokens(100), 50)
     run(served)
     windowed, full = served.engine.peak_blocks
@@ -223,12 +223,12 @@ prompts = st.lists(
     st.booleans(),
     st.lists(st.integers(0, 6), min_size=6, max_size=6),
 )
-def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, prefill_rows, share, arrivals):
+def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, max_prefill_tokens, share, arrivals):
     """Whatever arrives when, shares what, waits and is preempted."""
     texts = [(tokens(n_common) + tokens(n_own, seed=seed), n_new) for n_common, n_own, seed, n_new in prompts]
     largest = max(-(-(len(text) + n_new) // block_size) for text, n_new in texts)
     served = server(
-        model, block_size=block_size, n_blocks=largest + spare, share_prefixes=share, prefill_rows=prefill_rows
+        model, block_size=block_size, n_blocks=largest + spare, share_prefixes=share, max_prefill_tokens=max_prefill_tokens
     )
     requests = []
     for (text, n_new), arrival in zip(texts, arrivals, strict=False):

@@ -110,11 +110,11 @@ def test_tokens_and_reasons():
     assert held(stores) == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("prefill_rows", "n_reused"), [(64, 26), (8, 24)])
-def test_a_beginning_is_computed_once(prefill_rows, n_reused):
+@pytest.mark.parametrize(("max_prefill_tokens", "n_reused"), [(64, 26), (8, 24)])
+def test_a_beginning_is_computed_once(max_prefill_tokens, n_reused):
     """Also by those that wait for it, and inside a block, unless a block is all that waiting longer would spare."""
     stores = make_stores()
-    scheduler, model = Scheduler(stores, prefill_rows=prefill_rows), Model(stores)
+    scheduler, model = Scheduler(stores, max_prefill_tokens=max_prefill_tokens), Model(stores)
     shared = list(range(10, 36))  # six blocks and two rows
     prompts = [[*shared, 1 + i, 2, 3, 4] for i in range(5)]
     requests = [scheduler.submit(prompt, 3) for prompt in prompts]
@@ -127,7 +127,7 @@ def test_a_beginning_is_computed_once(prefill_rows, n_reused):
 
 def test_nobody_waits_for_what_is_less_than_a_block():
     stores = make_stores()
-    scheduler, model = Scheduler(stores, prefill_rows=4), Model(stores)
+    scheduler, model = Scheduler(stores, max_prefill_tokens=4), Model(stores)
     first, second = scheduler.submit([*range(3), 9, 9, 9, 9, 9, 9], 2), scheduler.submit([*range(3), 8, 8, 8], 2)
     scheduler.step(model)
     assert scheduler.running == (first, second)
@@ -204,7 +204,7 @@ def test_a_step_of_nothing():
 def test_cancelling():
     """Waiting, in the middle of its prompt, decoding, ended, twice."""
     stores = make_stores()
-    scheduler, model = Scheduler(stores, max_running=3, prefill_rows=8), Model(stores)
+    scheduler, model = Scheduler(stores, max_running=3, max_prefill_tokens=8), Model(stores)
     decoding, other = scheduler.submit([1, 2], 20), scheduler.submit([3, 4], 2)
     prefilling, waiting = scheduler.submit([5] * 40, 5), scheduler.submit([6] * 4, 5)
     scheduler.step(model)
@@ -227,7 +227,7 @@ def test_cancelling():
 @pytest.mark.parametrize("layer", range(len(SHAPES)))
 def test_a_model_that_fails_loses_nothing(layer):
     stores = make_stores()
-    scheduler, model = Scheduler(stores, prefill_rows=8), Model(stores)
+    scheduler, model = Scheduler(stores, max_prefill_tokens=8), Model(stores)
     request = scheduler.submit(list(range(20)), 4)
     scheduler.step(model)
     before = request.sequence.seq_len, list(request.tokens), held(stores)
@@ -288,8 +288,8 @@ def test_what_cannot_fit_is_refused_at_once():
             scheduler.submit([1], n_new)
     with pytest.raises(ValueError, match="max_running"):
         Scheduler(make_stores(), max_running=0)
-    with pytest.raises(TypeError, match="prefill_rows"):
-        Scheduler(make_stores(), prefill_rows=True)
+    with pytest.raises(TypeError, match="max_prefill_tokens"):
+        Scheduler(make_stores(), max_prefill_tokens=True)
 
 
 def test_blocks_that_others_hold():
@@ -419,7 +419,7 @@ def test_any_order_of_events(seed):
     """Submit, step, cancel and fail at random, over stores that are too small: everybody gets the right answer."""
     chance = random.Random(seed)
     stores = make_stores(total_blocks=chance.choice([12, 20, 64]))
-    scheduler = Scheduler(stores, max_running=chance.choice([2, 5, 32]), prefill_rows=chance.choice([1, 5, 64]))
+    scheduler = Scheduler(stores, max_running=chance.choice([2, 5, 32]), max_prefill_tokens=chance.choice([1, 5, 64]))
     model = Model(stores)
     beginnings = [[chance.randrange(50) for _ in range(chance.randrange(1, 20))] for _ in range(3)]
     expected = {}

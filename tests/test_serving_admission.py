@@ -105,11 +105,11 @@ def test_what_fits_is_what_runs_alone(shapes, chunk):
     """The most blocks that a run really held, in stores with room for everything, against what is said to fit."""
     for n_prompt, n_new in ((1, 1), (3, 30), (30, 3), (41, 40), (16, 1)):
         roomy = ModelStores(shapes, 64, block_size=SIZE, debug=True)
-        scheduler, model = Scheduler(roomy, prefill_rows=chunk, share_prefixes=False), Model(roomy)
+        scheduler, model = Scheduler(roomy, max_prefill_tokens=chunk, share_prefixes=False), Model(roomy)
         request = scheduler.submit(range(n_prompt), n_new)
         run(scheduler, model)
         most = max(group.store.stats().peak_held_blocks for group in roomy.groups)
-        said = Scheduler(ModelStores(shapes, 64, block_size=SIZE), prefill_rows=chunk)
+        said = Scheduler(ModelStores(shapes, 64, block_size=SIZE), max_prefill_tokens=chunk)
         n_said = next(n for n in range(1, 64) if fits(shapes, n, chunk, n_prompt, n_new))
         assert most <= n_said
         if shapes is FLAT:
@@ -118,7 +118,7 @@ def test_what_fits_is_what_runs_alone(shapes, chunk):
         # And in stores of just that size it runs, also when everything is known, as much as fits.
         stores = ModelStores(shapes, n_said, block_size=SIZE, debug=True)
         for watermark in (0, 1):
-            scheduler, model = Scheduler(stores, prefill_rows=chunk, watermark=watermark), Model(stores)
+            scheduler, model = Scheduler(stores, max_prefill_tokens=chunk, watermark=watermark), Model(stores)
             again = scheduler.submit(range(n_prompt), n_new)
             run(scheduler, model)
             assert again.generated == request.generated == answer_of(range(n_prompt), n_new)
@@ -126,7 +126,7 @@ def test_what_fits_is_what_runs_alone(shapes, chunk):
 
 def fits(shapes, total_blocks, chunk, n_prompt, n_new):
     try:
-        Scheduler(ModelStores(shapes, total_blocks, block_size=SIZE), prefill_rows=chunk).check_fits(n_prompt, n_new)
+        Scheduler(ModelStores(shapes, total_blocks, block_size=SIZE), max_prefill_tokens=chunk).check_fits(n_prompt, n_new)
     except ValueError:
         return False
     return True
@@ -134,7 +134,7 @@ def fits(shapes, total_blocks, chunk, n_prompt, n_new):
 
 def test_windows_make_room_for_any_length():
     stores = ModelStores(WINDOWED, 8, block_size=SIZE)
-    scheduler, model = Scheduler(stores, prefill_rows=8), Model(stores)
+    scheduler, model = Scheduler(stores, max_prefill_tokens=8), Model(stores)
     request = scheduler.submit([n % 9 for n in range(300)], 50)
     scheduler.check_fits(10**12, 10**12)
     run(scheduler, model)
@@ -142,7 +142,7 @@ def test_windows_make_room_for_any_length():
     with pytest.raises(
         ValueError, match="need 7 blocks of 4, the stores have 6"
     ):  # 10 seen, 8 new, 3 before in a block
-        Scheduler(ModelStores(WINDOWED, 6, block_size=SIZE), prefill_rows=14).check_fits(300, 50)
+        Scheduler(ModelStores(WINDOWED, 6, block_size=SIZE), max_prefill_tokens=14).check_fits(300, 50)
 
 
 # --- the watermark ---
@@ -235,7 +235,7 @@ def test_first_starts_and_restarts_are_told_apart(seed):
     """First starts sum up to the prompts; and whatever was computed was left to compute, or generated."""
     chance = random.Random(seed)
     stores = make_stores(14)
-    scheduler, model = Scheduler(stores, watermark=0, prefill_rows=chance.choice([4, 32])), Model(stores)
+    scheduler, model = Scheduler(stores, watermark=0, max_prefill_tokens=chance.choice([4, 32])), Model(stores)
     prompts = [[chance.randrange(3) for _ in range(chance.randrange(1, 20))] for _ in range(12)]
     requests = [scheduler.submit(prompt, chance.randrange(8, 24)) for prompt in prompts]
     started = {}

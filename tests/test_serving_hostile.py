@@ -242,7 +242,7 @@ def test_an_interrupt_anywhere_in_a_function(function, stride):
     n_hits = 0
     for at in range(1, 400):
         stores = make_stores(total_blocks=9)
-        scheduler, model = Scheduler(stores, prefill_rows=8), Model(stores)
+        scheduler, model = Scheduler(stores, max_prefill_tokens=8), Model(stores)
         prompts = [[1] * 10, [1] * 8 + [2] * 4, [3] * 10]
         requests = [scheduler.submit(prompt, 6) for prompt in prompts]
         left = [1 + (at - 1) * stride]

@@ -234,7 +234,7 @@ def test_a_copy_is_a_clone():
 
 NUMBERS = {
     "max_running": lambda stores, n: Scheduler(stores, max_running=n),
-    "prefill_rows": lambda stores, n: Scheduler(stores, prefill_rows=n),
+    "max_prefill_tokens": lambda stores, n: Scheduler(stores, max_prefill_tokens=n),
     "max_new_tokens": lambda stores, n: Scheduler(stores).check_fits(1, n),
     "n_prompt": lambda stores, n: Scheduler(stores).check_fits(n, 1),
     "n_positions": lambda stores, n: stores.blocks_for(n),
@@ -337,7 +337,7 @@ def test_remembering_looks_at_what_is_new(monkeypatch):
     looked_at = []
     convert = pagedkv.prefix.as_token_ids
     stores = make_stores(400)
-    scheduler, model = Scheduler(stores, prefill_rows=2000), Model(stores)
+    scheduler, model = Scheduler(stores, max_prefill_tokens=2000), Model(stores)
     request = scheduler.submit([n % 7 for n in range(1001)], 40)
     scheduler.step(model)
     monkeypatch.setattr(pagedkv.prefix, "as_token_ids", lambda ids: looked_at.append(len(ids)) or convert(ids))

@@ -48,7 +48,7 @@ def test_tokens_are_those_of_generate(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 @pytest.mark.parametrize(
     "options",
-    [{"prefill_rows": 1}, {"prefill_rows": 7}, {"max_running": 1}, {"max_running": 2}, {"share_prefixes": False}],
+    [{"max_prefill_tokens": 1}, {"max_prefill_tokens": 7}, {"max_running": 1}, {"max_running": 2}, {"share_prefixes": False}],
     ids=str,
 )
 def test_tokens_do_not_depend_on_the_schedule(family, options):
@@ -304,13 +304,13 @@ def test_prompts_that_are_refused(prompt, error, message):
         {"max_length": 2},
         {"max_running": 0},
         {"max_running": "3"},
-        {"prefill_rows": 0},
+        {"max_prefill_tokens": 0},
     ],
     ids=str,
 )
 def test_options_that_are_refused(options):
     error = TypeError if isinstance(options.get("max_running"), str) else ValueError
-    with pytest.raises(error, match="generation_config|prompts|max_running|prefill_rows|max_new_tokens"):
+    with pytest.raises(error, match="generation_config|prompts|max_running|max_prefill_tokens|max_new_tokens"):
         generate_batch(make_model("llama"), [[5, 6, 7]], **options)
 
 

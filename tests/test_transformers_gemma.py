@@ -63,7 +63,7 @@ def test_generate_with_a_paged_cache(model, stores):
 def test_generate_batch(model, stores):
     answers = [[] for _ in PROMPTS]
     events = generate_batch(
-        model, PROMPTS, stores=stores, max_new_tokens=N_TOKENS, do_sample=False, eos_token_id=None, prefill_rows=64
+        model, PROMPTS, stores=stores, max_new_tokens=N_TOKENS, do_sample=False, eos_token_id=None, max_prefill_tokens=64
     )
     for event in events:
         answers[event.request].append(event.token)
@@ -77,5 +77,5 @@ def test_a_prompt_longer_than_the_window(model, stores):
     model.set_attn_implementation("sdpa")
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-    events = generate_batch(model, [prompt], stores=stores, prefill_rows=200, **options)
+    events = generate_batch(model, [prompt], stores=stores, max_prefill_tokens=200, **options)
     assert [event.token for event in events] == expected

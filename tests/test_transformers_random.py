@@ -98,7 +98,7 @@ def test_a_random_schedule(family, seed):
     needed = max(-(-(len(prompt) + n_new - 1) // block_size) for prompt in prompts)
     stores = PagedStores(model, needed + draw.choice([0, 0, 1, 5, 30]), block_size=block_size, debug=True)
     answers = [[] for _ in prompts]
-    options = {"prefill_rows": draw.choice([1, 8, 17, 300]), "max_running": draw.choice([1, 2, 3, 32])}
+    options = {"max_prefill_tokens": draw.choice([1, 8, 17, 300]), "max_running": draw.choice([1, 2, 3, 32])}
     for event in generate_batch(model, prompts, stores=stores, max_new_tokens=n_new, **options):
         answers[event.request].append(event.token)
     assert answers == [generate(model, [prompt], max_new_tokens=n_new)[0] for prompt in prompts]

@@ -66,7 +66,7 @@ class Scheduler:
         May be used by others too, who may take blocks at any time.
     max_running : int, optional
         Requests that run at once at most.
-    prefill_rows : int, optional
+    max_prefill_tokens : int, optional
         Prompt tokens that one step computes at most, beside those that decode.
     share_prefixes : bool, optional
         Whether requests start on what is known of their tokens, and their own become known.
@@ -83,7 +83,7 @@ class Scheduler:
     Raises
     ------
     TypeError, ValueError
-        No stores; ``max_running`` or ``prefill_rows`` is no integer of at least 1; ``watermark`` no number from 0 to 1.
+        No stores; ``max_running`` or ``max_prefill_tokens`` is no integer of at least 1; ``watermark`` no number from 0 to 1.
 
     Notes
     -----
@@ -111,7 +111,7 @@ class Scheduler:
         stores: ModelStores,
         *,
         max_running: SupportsIndex = 32,
-        prefill_rows: SupportsIndex = 256,
+        max_prefill_tokens: SupportsIndex = 256,
         share_prefixes: bool = True,
         watermark: float = 0.01,
     ) -> None:
@@ -121,7 +121,7 @@ class Scheduler:
         self.stores = stores
         self.counts = SchedulerCounts()
         self._max_running = as_size(max_running, "max_running", 1, sys.maxsize)
-        self._prefill_rows = as_size(prefill_rows, "prefill_rows", 1, sys.maxsize)
+        self._max_prefill_tokens = as_size(max_prefill_tokens, "max_prefill_tokens", 1, sys.maxsize)
         self._share_prefixes = as_flag(share_prefixes, "share_prefixes")
         # Ordered sets: nothing that a step does depends on how many wait.
         self._queue: OrderedDict[Request, None] = OrderedDict()
@@ -164,7 +164,7 @@ class Scheduler:
         n_new = as_size(max_new_tokens, "max_new_tokens", 1, sys.maxsize)
         # The last token that is generated is never computed itself.
         n_positions = min(n_tokens + n_new - 1, sys.maxsize)
-        stores, chunk = self.stores, self._prefill_rows
+        stores, chunk = self.stores, self._max_prefill_tokens
         if not stores.can_ever_fit(n_positions, chunk=chunk):
             n_blocks = stores.blocks_for(n_positions, chunk=chunk)
             n_most = max([store.total_blocks for store in stores.stores])
@@ -318,7 +318,7 @@ class Scheduler:
     def _plan(self) -> Batch:
         """How many tokens of which request the next pass computes."""
         rows = []
-        rows_left = self._prefill_rows
+        rows_left = self._max_prefill_tokens
         for request in self._running:
             n_rows = n_pending = request.n_pending
             if n_pending > 1:
@@ -404,11 +404,11 @@ class Scheduler:
         """Takes the blocks of what is to be computed; False if they are not free while others run."""
         sequence, others = request.sequence, bool(self._running)
         n_kept = math.ceil(self._watermark * self.stores.total_blocks) if others else 0
-        if not has_room(self.stores, request, self._prefill_rows, self._share_prefixes, n_kept):
+        if not has_room(self.stores, request, self._max_prefill_tokens, self._share_prefixes, n_kept):
             if others:
                 return False
             # Nobody runs who could give back. The stores are asked: their refusal says what is missing.
-            sequence.reserve(request.n_pending, chunk=self._prefill_rows)
+            sequence.reserve(request.n_pending, chunk=self._max_prefill_tokens)
             sequence.release()
         self._running[request] = None
         n_reused = 0
@@ -416,7 +416,7 @@ class Scheduler:
             if self._share_prefixes:
                 n_reused = self.stores.prefixes.attach(sequence, request._ids, namespace=request.namespace)
                 sequence.drop_unneeded()
-            sequence.reserve(request.n_pending, chunk=self._prefill_rows)
+            sequence.reserve(request.n_pending, chunk=self._max_prefill_tokens)
         except PagedStoreExhausted:  # another thread was faster
             sequence.release()
             del self._running[request]

@@ -65,7 +65,7 @@ def generate_batch(
     logits_processor: LogitsProcessorList | None = None,
     seed: int | None = None,
     max_running: SupportsIndex = 32,
-    prefill_rows: SupportsIndex = 256,
+    max_prefill_tokens: SupportsIndex = 256,
     share_prefixes: bool = True,
     namespace: bytes | None = None,
     progress: bool = False,
@@ -97,7 +97,7 @@ def generate_batch(
         For sampling: request ``i`` draws from a generator of its own, seeded with ``seed + i``, whatever else runs.
     max_running : int, optional
         Requests that run at once at most.
-    prefill_rows : int, optional
+    max_prefill_tokens : int, optional
         Prompt tokens that a step computes at most.
     share_prefixes : bool, optional
         Whether requests start on what is known of their beginning.
@@ -161,7 +161,7 @@ def generate_batch(
     elif stores.n_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
         raise ValueError(f"stores: expected those of this model, got {stores!r}")
     scheduler = Scheduler(
-        stores, max_running=n_most, prefill_rows=prefill_rows, share_prefixes=share_prefixes, **spare
+        stores, max_running=n_most, max_prefill_tokens=max_prefill_tokens, share_prefixes=share_prefixes, **spare
     )
     model._prepare_special_tokens(config, device=model.device)
     stops = as_stop_tokens(stop_tokens)
