@@ -113,7 +113,7 @@ class Admission(NamedTuple):
         others to give back; the store is too small for it.
     n_blocks : int
         Blocks that are to be taken for it when it starts; of a model, in all stores together.
-    n_reused : int
+    num_cached_tokens : int
         Positions whose K/V is there already.
 
     Notes
@@ -126,12 +126,12 @@ class Admission(NamedTuple):
     >>> store = pagedkv.PagedKvStore(block_size=16, total_blocks=8, n_kv_heads=1, head_dim=2)
     >>> [admission] = pagedkv.plan_admission(store, [pagedkv.PendingRequest(range(40))])
     >>> admission, admission.can_start
-    (Admission(verdict='now', n_blocks=3, n_reused=0), True)
+    (Admission(verdict='now', n_blocks=3, num_cached_tokens=0), True)
     """
 
     verdict: Literal["now", "evict", "wait", "never"]
     n_blocks: int
-    n_reused: int
+    num_cached_tokens: int
 
     @property
     def can_start(self) -> bool:
@@ -253,7 +253,7 @@ def plan_admission(
         if not isinstance(request, PendingRequest):
             raise TypeError(f"pending[{place}]: expected a PendingRequest, got {type(request).__name__}")
         try:
-            needed, most, n_reused, found = _demand(named, request)
+            needed, most, n_cached, found = _demand(named, request)
         except (TypeError, ValueError) as error:
             raise type(error)(f"pending[{place}]: {error}") from None
         new = [ids - known for ids, known in zip(found, pinned, strict=True)]
@@ -266,7 +266,7 @@ def plan_admission(
             supply.take(needed, n_new)
             pinned = [known | ids for ids, known in zip(new, pinned, strict=True)]
         someone_waits |= verdict == "wait"
-        plan.append(Admission(verdict, sum(needed), n_reused))
+        plan.append(Admission(verdict, sum(needed), n_cached))
     return plan
 
 

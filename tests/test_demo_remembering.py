@@ -39,7 +39,7 @@ def test_a_request_starts_on_what_an_ended_one_computed(model):
     prompt = [*known[:46], 7, 8, 9]
     second = served.engine.submit(prompt, 6)
     steps(served)
-    assert (first.n_reused, second.n_reused) == (0, 46)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 46)
     assert served.engine.prefill.tokens - computed == 3
     assert second.generated == alone(model, prompt, 6)
     run(served)
@@ -75,7 +75,7 @@ def test_a_long_beginning_that_is_known_does_not_keep_a_request_from_starting(mo
     again = served.engine.submit([*tokens(44)[:21], *tokens(20, seed=3)], 8)
     steps(served, 50)
     assert again.finish_reason
-    assert again.n_reused >= 20
+    assert again.num_cached_tokens >= 20
     run(served)
 
 
@@ -86,7 +86,7 @@ def test_who_was_preempted_finds_its_own_blocks(model):
     assert served.scheduler.counts.preemptions >= 1
     assert served.scheduler.counts.positions_restored > 0
     assert served.scheduler.counts.positions_reused == 0
-    assert [request.n_reused for request in requests] == [0, 0]  # what it was admitted with at first
+    assert [request.num_cached_tokens for request in requests] == [0, 0]  # what it was admitted with at first
     assert [r.generated for r in requests] == [alone(model, tokens(10, seed=i), 20) for i in range(2)]
     run(served)
 
@@ -96,7 +96,7 @@ def test_without_sharing_nothing_is_looked_up(model):
     for _ in range(2):
         request = served.engine.submit(tokens(20), 3)
         steps(served)
-    assert request.n_reused == 0
+    assert request.num_cached_tokens == 0
     run(served)
 
 
@@ -128,7 +128,7 @@ def test_who_waits_for_a_lender_that_is_given_up_computes_by_itself(model):
     assert len(served.scheduler.waiting) == 1
     served.engine.cancel(lender)
     steps(served)
-    assert heir.n_reused == 4
+    assert heir.num_cached_tokens == 4
     assert heir.generated == alone(model, [*tokens(30), 7], 4)
     run(served)
 

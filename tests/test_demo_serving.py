@@ -223,12 +223,12 @@ prompts = st.lists(
     st.booleans(),
     st.lists(st.integers(0, 6), min_size=6, max_size=6),
 )
-def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, max_prefill_tokens, share, arrivals):
+def test_everyone_gets_their_own_tokens(model, prompts, block_size, spare, chunk, share, arrivals):
     """Whatever arrives when, shares what, waits and is preempted."""
     texts = [(tokens(n_common) + tokens(n_own, seed=seed), n_new) for n_common, n_own, seed, n_new in prompts]
     largest = max(-(-(len(text) + n_new) // block_size) for text, n_new in texts)
     served = server(
-        model, block_size=block_size, n_blocks=largest + spare, share_prefixes=share, max_prefill_tokens=max_prefill_tokens
+        model, block_size=block_size, n_blocks=largest + spare, share_prefixes=share, max_prefill_tokens=chunk
     )
     requests = []
     for (text, n_new), arrival in zip(texts, arrivals, strict=False):

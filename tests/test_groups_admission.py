@@ -106,12 +106,12 @@ class World:
     def start(self, which):
         """What a server does: the known beginning, and the blocks of the rest."""
         real, theirs, n, _, chunk = self.queue[which]
-        sequence, n_reused = real, real.seq_len if real is not theirs else 0
+        sequence, num_cached_tokens = real, real.seq_len if real is not theirs else 0
         if real is theirs:
             sequence = ModelSequence(self.stores)
-            n_reused = self.stores.prefixes.attach(sequence, real)
-        sequence.reserve(max(0, n - n_reused), chunk=chunk)
-        return sequence, n_reused
+            num_cached_tokens = self.stores.prefixes.attach(sequence, real)
+        sequence.reserve(max(0, n - num_cached_tokens), chunk=chunk)
+        return sequence, num_cached_tokens
 
     def books(self):
         counts = [[store.refcount(i) for i in range(store.total_blocks)] for store in self.stores.stores]
@@ -131,7 +131,7 @@ def test_the_plan_is_the_twins():
         world = World(seed)
         plan = world.plan()
         assert plan == world.expected(), seed
-        seen |= {(admission.verdict, admission.n_reused > 0) for admission in plan}
+        seen |= {(admission.verdict, admission.num_cached_tokens > 0) for admission in plan}
     assert seen == {(verdict, known) for verdict in ("now", "evict", "wait", "never") for known in (True, False)}
 
 
@@ -158,14 +158,14 @@ def test_who_starts_now_can():
             before, taken = world.n_evicted, world.stores.stats().blocks_acquired
             if admission.verdict in ("wait", "never"):
                 continue
-            sequence, n_reused = world.start(which)
+            sequence, num_cached_tokens = world.start(which)
             started.append(sequence)
             taken = world.stores.stats().blocks_acquired - taken
             if world.queue[which][0] is sequence:
                 assert taken <= admission.n_blocks, seed  # a fork that started before may have spared it a copy
             else:
                 assert taken == admission.n_blocks, seed
-            assert n_reused == admission.n_reused, seed
+            assert num_cached_tokens == admission.num_cached_tokens, seed
             n_started += 1
             if admission.verdict == "evict":
                 n_evicting += 1
@@ -222,7 +222,7 @@ def test_never_is_never():
             else:
                 sequence = ModelSequence(world.stores)
                 if admission.verdict != "never":
-                    assert world.stores.prefixes.attach(sequence, real) == admission.n_reused
+                    assert world.stores.prefixes.attach(sequence, real) == admission.num_cached_tokens
             if admission.verdict == "never":
                 world.stores.prefixes.clear()
                 with pytest.raises(pagedkv.PagedStoreExhausted):

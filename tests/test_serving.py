@@ -110,8 +110,8 @@ def test_tokens_and_reasons():
     assert held(stores) == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("max_prefill_tokens", "n_reused"), [(64, 26), (8, 24)])
-def test_a_beginning_is_computed_once(max_prefill_tokens, n_reused):
+@pytest.mark.parametrize(("max_prefill_tokens", "n_cached"), [(64, 26), (8, 24)])
+def test_a_beginning_is_computed_once(max_prefill_tokens, n_cached):
     """Also by those that wait for it, and inside a block, unless a block is all that waiting longer would spare."""
     stores = make_stores()
     scheduler, model = Scheduler(stores, max_prefill_tokens=max_prefill_tokens), Model(stores)
@@ -119,9 +119,9 @@ def test_a_beginning_is_computed_once(max_prefill_tokens, n_reused):
     prompts = [[*shared, 1 + i, 2, 3, 4] for i in range(5)]
     requests = [scheduler.submit(prompt, 3) for prompt in prompts]
     run(scheduler, model)
-    assert [request.n_reused for request in requests] == [0] + [n_reused] * 4
-    assert scheduler.counts.positions_reused == 4 * n_reused
-    assert model.n_computed == scheduler.counts.positions_computed == 30 + 4 * (30 - n_reused) + 5 * 2
+    assert [request.num_cached_tokens for request in requests] == [0] + [n_cached] * 4
+    assert scheduler.counts.positions_reused == 4 * n_cached
+    assert model.n_computed == scheduler.counts.positions_computed == 30 + 4 * (30 - n_cached) + 5 * 2
     assert all(r.generated == answer_of(p, 3) for r, p in zip(requests, prompts, strict=True))
 
 
@@ -149,7 +149,7 @@ def test_namespaces_share_nothing():
     prompt = list(range(12))
     requests = [scheduler.submit(prompt, 1, namespace=name) for name in (b"a", b"b", None, b"a")]
     run(scheduler, model)
-    assert [request.n_reused for request in requests] == [0, 0, 0, 11]
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0, 11]
     stores.prefixes.clear(namespace=b"a")
     match = stores.prefixes.match
     assert [match(prompt, namespace=name) for name in (b"a", b"b", None)] == [0, 11, 11]

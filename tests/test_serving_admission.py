@@ -73,7 +73,7 @@ def test_hits_are_counted_once_when_a_request_starts():
         scheduler.step(model)
     run(scheduler, model)
     [stats] = [prefix.stats() for prefix in stores.prefixes.groups]
-    assert (second.n_reused, stats.hit_tokens) == (18, 18)
+    assert (second.num_cached_tokens, stats.hit_tokens) == (18, 18)
     assert stats.missed_tokens == 20 + 60 + 30
 
 
@@ -126,7 +126,8 @@ def test_what_fits_is_what_runs_alone(shapes, chunk):
 
 def fits(shapes, total_blocks, chunk, n_prompt, n_new):
     try:
-        Scheduler(ModelStores(shapes, total_blocks, block_size=SIZE), max_prefill_tokens=chunk).check_fits(n_prompt, n_new)
+        stores = ModelStores(shapes, total_blocks, block_size=SIZE)
+        Scheduler(stores, max_prefill_tokens=chunk).check_fits(n_prompt, n_new)
     except ValueError:
         return False
     return True
@@ -242,8 +243,8 @@ def test_first_starts_and_restarts_are_told_apart(seed):
     while not scheduler.is_idle:
         scheduler.step(model)
         for request in requests:
-            if request.n_reused is not None:
-                assert started.setdefault(request, request.n_reused) == request.n_reused
+            if request.num_cached_tokens is not None:
+                assert started.setdefault(request, request.num_cached_tokens) == request.num_cached_tokens
     counts = scheduler.counts
     assert counts.preemptions
     assert counts.positions_reused == sum(started.values())

@@ -297,7 +297,7 @@ def test_what_one_store_knows_beyond_the_others():
     assert [cache.match(prompt) for cache in (first, second)] == [10, 16]
     request = scheduler.submit(prompt, 1)
     run(scheduler, model)
-    assert (request.n_reused, request.generated) == (10, answer_of(prompt, 1))
+    assert (request.num_cached_tokens, request.generated) == (10, answer_of(prompt, 1))
 
 
 def test_windows_that_have_lost_blocks_in_the_middle():
@@ -317,7 +317,7 @@ def test_windows_that_have_lost_blocks_in_the_middle():
         request = scheduler.submit([*prompt[:40], 8, 9], 4)
         while not scheduler.is_idle:
             scheduler.step(model)
-        assert request.n_reused == known
+        assert request.num_cached_tokens == known
         assert request.generated == answer_of([*prompt[:40], 8, 9], 4)
     sequence.release()
 

@@ -48,7 +48,13 @@ def test_tokens_are_those_of_generate(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 @pytest.mark.parametrize(
     "options",
-    [{"max_prefill_tokens": 1}, {"max_prefill_tokens": 7}, {"max_running": 1}, {"max_running": 2}, {"share_prefixes": False}],
+    [
+        {"max_prefill_tokens": 1},
+        {"max_prefill_tokens": 7},
+        {"max_running": 1},
+        {"max_running": 2},
+        {"share_prefixes": False},
+    ],
     ids=str,
 )
 def test_tokens_do_not_depend_on_the_schedule(family, options):

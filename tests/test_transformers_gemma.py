@@ -62,9 +62,8 @@ def test_generate_with_a_paged_cache(model, stores):
 
 def test_generate_batch(model, stores):
     answers = [[] for _ in PROMPTS]
-    events = generate_batch(
-        model, PROMPTS, stores=stores, max_new_tokens=N_TOKENS, do_sample=False, eos_token_id=None, max_prefill_tokens=64
-    )
+    options = {"max_new_tokens": N_TOKENS, "do_sample": False, "eos_token_id": None}
+    events = generate_batch(model, PROMPTS, stores=stores, max_prefill_tokens=64, **options)
     for event in events:
         answers[event.request].append(event.token)
     assert [answer[: len(expected)] for answer, expected in zip(answers, EXPECTED, strict=True)] == EXPECTED

@@ -408,7 +408,7 @@ def example_admission() -> None:
     plan = pagedkv.plan_admission(store, iter(pending), prefix=prefixes, keep_free=1, overtake=True)
     assert_type(plan, list[pagedkv.Admission])
     assert_type(plan[0].verdict, Literal["now", "evict", "wait", "never"])
-    assert_type(plan[0].n_blocks + plan[0].n_reused, int)
+    assert_type(plan[0].n_blocks + plan[0].num_cached_tokens, int)
     assert_type(plan[0].can_start, bool)
     assert not [one for one in plan if one.verdict == "later"]  # type: ignore[comparison-overlap]
     stores = pagedkv.ModelStores([pagedkv.LayerShape(None, 1, 4)], 8)

@@ -30,7 +30,7 @@ class Request:
         In which it shares.
     sequence : ModelSequence
         The K/V of the tokens that are computed so far.
-    n_reused : int or None
+    num_cached_tokens : int or None
         Positions that were known when it first started.
     finish_reason : None, "stop", "length" or "cancelled"
         None as long as it waits or runs.
@@ -63,7 +63,7 @@ class Request:
         self.stop_tokens = stop_tokens
         self.namespace = namespace
         self.sequence = sequence
-        self.n_reused: int | None = None
+        self.num_cached_tokens: int | None = None
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self._handle = PrefixHandle()  # how far the prefix cache has been told of its sequence
         self._awaited: tuple[Request, int] | None = None  # who computes its first so many tokens

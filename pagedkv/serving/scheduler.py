@@ -83,7 +83,8 @@ class Scheduler:
     Raises
     ------
     TypeError, ValueError
-        No stores; ``max_running`` or ``max_prefill_tokens`` is no integer of at least 1; ``watermark`` no number from 0 to 1.
+        No stores; ``max_running`` or ``max_prefill_tokens`` is no integer of at least 1; ``watermark`` no number from 0
+        to 1.
 
     Notes
     -----
@@ -411,10 +412,10 @@ class Scheduler:
             sequence.reserve(request.n_pending, chunk=self._max_prefill_tokens)
             sequence.release()
         self._running[request] = None
-        n_reused = 0
+        n_cached = 0
         try:
             if self._share_prefixes:
-                n_reused = self.stores.prefixes.attach(sequence, request._ids, namespace=request.namespace)
+                n_cached = self.stores.prefixes.attach(sequence, request._ids, namespace=request.namespace)
                 sequence.drop_unneeded()
             sequence.reserve(request.n_pending, chunk=self._max_prefill_tokens)
         except PagedStoreExhausted:  # another thread was faster
@@ -423,17 +424,17 @@ class Scheduler:
             if not others:
                 raise
             return False
-        self._count_start(request, n_reused)
+        self._count_start(request, n_cached)
         return True
 
-    def _count_start(self, request: Request, n_reused: int) -> None:
+    def _count_start(self, request: Request, n_cached: int) -> None:
         counts = self.counts
-        if request.n_reused is None:
-            request.n_reused = n_reused
-            counts.positions_reused += n_reused
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = n_cached
+            counts.positions_reused += n_cached
             counts.positions_missed += request.n_pending
         else:
-            counts.positions_restored += n_reused
+            counts.positions_restored += n_cached
             counts.positions_recomputed += request.n_pending
 
     def _preempt(self) -> bool:

@@ -191,7 +191,7 @@ class Worker:
     def _add(self, job: Job, request: Request, token: int) -> None:
         now = time.perf_counter()
         if job.n_generated == 0:
-            job.n_known = request.n_reused or 0
+            job.n_known = request.num_cached_tokens or 0
             self._metrics.prompt_tokens.inc(len(job.prompt))
             self._metrics.first_token.observe(now - job.submitted)
         else:
