@@ -1,7 +1,7 @@
 """Attention over K and V in blocks.
 
 A task (see plan.pyx) runs through its positions a few rows at a time. For each of its query rows it keeps
-the greatest score so far, most; the sum of exp(score - most), total; and the sum of exp(score - most) * v,
+the greatest score so far, row_max; the sum of exp(score - row_max), row_sum; and the sum of exp(score - row_max) * v,
 acc: the online softmax. Whoever finishes the last task that a tile waits for merges their results, in a fixed
 order, and writes the tile's.
 
@@ -55,8 +55,8 @@ cdef struct Run:
 
 # The running state of the online softmax of one part of a tile.
 cdef struct Partial:
-    float* most                     # [s_stride]: the greatest score
-    float* total                    # [s_stride]: the sum of exp(score - most)
+    float* row_max                  # [s_stride]: the greatest score
+    float* row_sum                  # [s_stride]: the sum of exp(score - row_max)
     float* acc                      # [tile_rows, acc_stride]
 
 
@@ -114,8 +114,8 @@ cdef void work(void* context, Py_ssize_t index) noexcept nogil:
 cdef inline Partial partial_at(float* base, const AttendTile* tile) noexcept nogil:
     cdef Py_ssize_t s_stride = round_up(tile_rows(tile), PAD)
     cdef Partial partial
-    partial.most = base
-    partial.total = base + s_stride
+    partial.row_max = base
+    partial.row_sum = base + s_stride
     partial.acc = base + 2 * s_stride
     return partial
 
@@ -186,17 +186,17 @@ cdef void merge_rows(Run* run, Partial* whole, Py_ssize_t whole_row, const Parti
     cdef Py_ssize_t v_head_dim = run.kv.v.head_dim
     cdef Py_ssize_t acc_stride = round_up(v_head_dim, PAD)
     cdef Py_ssize_t r, i, j
-    cdef float most, old, new
+    cdef float row_max, old, new
     cdef float* acc
     for r in range(n):
         i = whole_row + r
         j = part_row + r
         acc = whole.acc + i * acc_stride
-        most = max(whole.most[i], part.most[j])
-        old = expf(whole.most[i] - most)
-        new = expf(part.most[j] - most)
-        whole.most[i] = most
-        whole.total[i] = whole.total[i] * old + part.total[j] * new
+        row_max = max(whole.row_max[i], part.row_max[j])
+        old = expf(whole.row_max[i] - row_max)
+        new = expf(part.row_max[j] - row_max)
+        whole.row_max[i] = row_max
+        whole.row_sum[i] = whole.row_sum[i] * old + part.row_sum[j] * new
         if old != 1:
             run.kernels.scale_row(acc, acc, old, v_head_dim)
         run.kernels.add_scaled_row(acc, part.acc + j * acc_stride, new, v_head_dim)
@@ -211,7 +211,7 @@ cdef void write_rows(Run* run, const AttendTile* tile, const Partial* partial) n
     cdef Py_ssize_t first_row = run.plan.spans[member.span].first_row + member.first_query
     cdef const HeadsView* out = run.out
     cdef Py_ssize_t h, i, g, head, r = 0
-    cdef float most, total, factor, sink
+    cdef float row_max, row_sum, factor, sink
     cdef float* acc
     cdef char* dst
     for h in range(tile.n_heads):
@@ -220,22 +220,22 @@ cdef void write_rows(Run* run, const AttendTile* tile, const Partial* partial) n
                 head = (tile.first_head + h) * run.group + g
                 acc = partial.acc + r * acc_stride
                 dst = out.data + (first_row + i) * out.row_bytes + head * out.head_bytes
-                most = partial.most[r]
-                total = partial.total[r]
+                row_max = partial.row_max[r]
+                row_sum = partial.row_sum[r]
                 factor = 1
                 if run.options.sinks is not NULL:
                     sink = run.options.sinks[head]
-                    most = max(most, sink)
-                    factor = expf(partial.most[r] - most)
-                    total = total * factor + expf(sink - most)
-                factor = factor / total if total != 0 else 0
+                    row_max = max(row_max, sink)
+                    factor = expf(partial.row_max[r] - row_max)
+                    row_sum = row_sum * factor + expf(sink - row_max)
+                factor = factor / row_sum if row_sum != 0 else 0
                 if out.dtype == SIMD_F32:
                     run.kernels.scale_row(<float*>dst, acc, factor, v_head_dim)
                 else:
                     run.kernels.scale_row(acc, acc, factor, v_head_dim)
                     run.kernels.dtypes[out.dtype].narrow(dst, NULL, acc, v_head_dim)
                 if run.lse is not NULL:
-                    run.lse[(first_row + i) * n_q_heads + head] = most + logf(total) if total != 0 else -INFINITY
+                    run.lse[(first_row + i) * n_q_heads + head] = row_max + logf(row_sum) if row_sum != 0 else -INFINITY
                 r += 1
 
 
@@ -425,8 +425,8 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef float* s = scratch.s
 
     for r in range(s_stride):
-        partial.most[r] = -FLT_MAX
-    memset(partial.total, 0, s_stride * sizeof(float))
+        partial.row_max[r] = -FLT_MAX
+    memset(partial.row_sum, 0, s_stride * sizeof(float))
     memset(partial.acc, 0, n_rows * acc_stride * sizeof(float))
     if task.begin == task.end:
         return
@@ -483,9 +483,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
                 first = first_seen(options, query + i) - place
                 end = end_seen(options, query + i, span.seq_len) - place
                 hide_scores(s, s_stride, n, tile, group, i, first, end)
-        moved = simd.softmax_tile(s, s_stride, n, width, partial.most, partial.total, scratch.fade)
+        moved = simd.softmax_tile(s, s_stride, n, width, partial.row_max, partial.row_sum, scratch.rescale)
         if moved and place > task.begin:
-            fade_rows(run, partial, scratch.fade, n_rows, acc_stride)
+            rescale_rows(run, partial, scratch.rescale, n_rows, acc_stride)
         if tile.by_panels:
             copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, v_stored, v_scale_at, n)
         elif v_scale_at:
@@ -513,12 +513,12 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
         v_rows, next_v_rows = next_v_rows, v_rows
 
 
-cdef inline void fade_rows(Run* run, Partial* partial, const float* fade, Py_ssize_t n_rows,
-                           Py_ssize_t acc_stride) noexcept nogil:
+cdef inline void rescale_rows(Run* run, Partial* partial, const float* rescale, Py_ssize_t n_rows,
+                              Py_ssize_t acc_stride) noexcept nogil:
     """Shrink what was accumulated before a greater score came."""
     cdef Py_ssize_t r
     cdef float* acc
     for r in range(n_rows):
-        if fade[r] != 1:
+        if rescale[r] != 1:
             acc = partial.acc + r * acc_stride
-            run.kernels.scale_row(acc, acc, fade[r], run.kv.v.head_dim)
+            run.kernels.scale_row(acc, acc, rescale[r], run.kv.v.head_dim)

@@ -120,19 +120,19 @@ static void V(slope_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t
 }
 
 /* Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3, a tile at a time.
- * most starts at -FLT_MAX, not at minus infinity: a score of minus infinity then gives exp(-inf) = 0
- * whatever came before it. max(s, most) leaves most where s is NaN, and exp carries the NaN into
- * total and p. */
-static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *most,
-                           float *total, float *fade) {
+ * row_max starts at -FLT_MAX, not at minus infinity: a score of minus infinity then gives exp(-inf) = 0
+ * whatever came before it. max(s, row_max) leaves row_max where s is NaN, and exp carries the NaN into
+ * row_sum and p. */
+static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *row_max,
+                           float *row_sum, float *rescale) {
     V(vec) moved = V(zero)();
     for (ptrdiff_t r = 0; r < width; r += LANES) {
-        const V(vec) before = V(load)(most + r);
+        const V(vec) before = V(load)(row_max + r);
         V(vec) after = before;
         for (ptrdiff_t t = 0; t < n; ++t)
             after = V(max)(V(load)(s + t * s_stride + r), after);
         const V(vec) f = V(exp)(V(sub)(before, after));
-        V(vec) sum = V(mul)(V(load)(total + r), f);
+        V(vec) sum = V(mul)(V(load)(row_sum + r), f);
         ptrdiff_t t = 0;
         for (; t + 4 <= n; t += 4) {
             V(vec) p[4];
@@ -151,9 +151,9 @@ static int V(softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t 
             V(store)(s + t * s_stride + r, p);
             sum = V(add)(sum, p);
         }
-        V(store)(most + r, after);
-        V(store)(total + r, sum);
-        V(store)(fade + r, f);
+        V(store)(row_max + r, after);
+        V(store)(row_sum + r, sum);
+        V(store)(rescale + r, f);
         moved = V(add)(moved, V(sub)(V(set1)(1.0f), f));
     }
     return V(sum)(moved) != 0.0f;

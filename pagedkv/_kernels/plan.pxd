@@ -148,10 +148,10 @@ cdef enum:
 cdef struct Scratch:
     float* q                    # [rows, q_stride], or panels
     float* s                    # [positions, s_stride]
-    float* fade                 # [s_stride] each
+    float* rescale              # [s_stride] each
     float* slopes
     float* places
-    float* partial              # m, l and acc, where they are not a part's
+    float* partial              # row_max, row_sum and acc, where they are not a part's
     float* k_copy               # rows of one head, side by side, as floats
     float* v_copy
     const char** rows           # K, V, and the next K, V: MAX_STEP_POSITIONS each

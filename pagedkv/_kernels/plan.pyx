@@ -404,7 +404,7 @@ cdef Py_ssize_t lay_out(Scratch* scratch, float* base, const AttendTile* tile, c
     used += s_stride * round_up(kv.k.head_dim, PAD)
     scratch.s = <float*>(start + used * sizeof(float))
     used += s_stride * positions
-    scratch.fade = <float*>(start + used * sizeof(float))
+    scratch.rescale = <float*>(start + used * sizeof(float))
     scratch.slopes = <float*>(start + (used + s_stride) * sizeof(float))
     scratch.places = <float*>(start + (used + 2 * s_stride) * sizeof(float))
     used += 3 * s_stride

@@ -237,10 +237,10 @@ typedef struct {
     /* s[t, r] -= slopes[r] * |places[r] - (first + t)| */
     void (*slope_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, const float *slopes,
                          const float *places, float first);
-    /* One step of the online softmax: most[r] and total[r] take in a tile; s becomes exp(s - most), fade[r] is
-     * by how much what was accumulated before has to shrink. Returns whether any fade is not 1. */
-    int (*softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *most, float *total,
-                        float *fade);
+    /* One step of the online softmax: row_max[r] and row_sum[r] take in a tile; s becomes exp(s - row_max), and
+     * rescale[r] is what was accumulated before has to be multiplied by. Returns whether any of them is not 1. */
+    int (*softmax_tile)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float *row_max, float *row_sum,
+                        float *rescale);
     /* dst = factor * src, and dst += factor * src. */
     void (*scale_row)(float *dst, const float *src, float factor, ptrdiff_t n);
     void (*add_scaled_row)(float *dst, const float *src, float factor, ptrdiff_t n);

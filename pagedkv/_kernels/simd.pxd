@@ -42,8 +42,8 @@ cdef extern from "simd.h" nogil:
         void cap_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float cap) noexcept nogil
         void slope_scores(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, const float* slopes,
                           const float* places, float first) noexcept nogil
-        int softmax_tile(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float* most, float* total,
-                         float* fade) noexcept nogil
+        int softmax_tile(float* s, Py_ssize_t s_stride, Py_ssize_t n, Py_ssize_t width, float* row_max, float* row_sum,
+                         float* rescale) noexcept nogil
         void scale_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
         void add_scaled_row(float* dst, const float* src, float factor, Py_ssize_t n) noexcept nogil
 
