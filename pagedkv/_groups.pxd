@@ -10,13 +10,9 @@ cdef tuple places_of(object store)
 cdef tuple windows_of(object store)
 
 # A batch: one sequence, or any iterable of them, each of which is a PagedKvCache or has one for each of n stores, those of
-# what the caller named.
-cdef tuple as_sequences(object caches, object store, Py_ssize_t n_stores)
+# what the caller named. Their caches, store by store.
+cdef tuple as_members(object caches, object store, Py_ssize_t n_stores)
 # The same, each of them once.
-cdef tuple as_distinct_sequences(object caches, object store, Py_ssize_t n_stores)
+cdef tuple as_distinct_members(object caches, object store, Py_ssize_t n_stores)
 # A sequence of these stores: its caches. TypeError, ValueError.
 cdef tuple as_sequence(object sequence, tuple stores)
-# The PagedKvCaches of one of them.
-cdef tuple caches_of(object sequence)
-# Those of a batch, store by store.
-cdef tuple members_of(tuple sequences, Py_ssize_t n_stores)

@@ -35,10 +35,6 @@ cdef tuple windows_of(object store):
     return (None,) if isinstance(store, PagedKvStore) else tuple(store.windows)
 
 
-cdef tuple caches_of(object sequence):
-    return (sequence,) if isinstance(sequence, PagedKvCache) else sequence.caches
-
-
 def share_budget(tuple stores not None, Py_ssize_t limit):
     """From now on these have one budget, of so many bytes. None of them has been used yet."""
     cdef PagedKvStore first = as_store(stores[0]), other
@@ -65,31 +61,38 @@ def bytes_of(tuple stores not None):
     return limit, used, used - needed
 
 
-cdef bint is_sequence(object item, Py_ssize_t n_stores):
-    """Whether it has a PagedKvCache for each store."""
+cdef tuple caches_of(object item, Py_ssize_t n_stores):
+    """Its PagedKvCaches, one for each store; None where it has others. `caches` is read once: it may say something else then."""
     if isinstance(item, PagedKvCache):
-        return n_stores == 1
+        return (item,) if n_stores == 1 else None
     caches = None if isinstance(item, type) else getattr(item, "caches", None)
     if type(caches) is not tuple or len(<tuple>caches) != n_stores:
-        return False
+        return None
     for cache in <tuple>caches:
         if not isinstance(cache, PagedKvCache):
-            return False
-    return True
+            return None
+    return caches
 
 
-cdef tuple as_sequences(object caches, object store, Py_ssize_t n_stores):
+cdef tuple as_members(object caches, object store, Py_ssize_t n_stores):
     cdef str wanted = "PagedKvCache" if n_stores == 1 else "ModelSequence"
-    if is_sequence(caches, n_stores):
+    cdef tuple batch, each = caches_of(caches, n_stores)
+    cdef list found = []
+    cdef Py_ssize_t g
+    if each is not None:
         check_whose(caches, store, "caches")
-        return (caches,)
-    # What is checked is what is used, whatever it would say the next time.
+        return each
     batch = as_items(caches, "caches", f"a {wanted} or several of them")
     for i, sequence in enumerate(batch):
-        if not is_sequence(sequence, n_stores):
+        if n_stores == 1 and isinstance(sequence, PagedKvCache):
+            found.append(sequence)
+            continue
+        each = caches_of(sequence, n_stores)
+        if each is None:
             raise TypeError(f"caches[{i}]: expected a {wanted}, got {describe(sequence)}")
         check_whose(sequence, store, f"caches[{i}]")
-    return batch
+        found.append(each[0] if n_stores == 1 else each)
+    return tuple(found) if n_stores == 1 else tuple([each[g] for g in range(n_stores) for each in found])
 
 
 cdef int check_whose(object sequence, object store, str name) except -1:
@@ -101,29 +104,19 @@ cdef int check_whose(object sequence, object store, str name) except -1:
     return 0
 
 
-cdef tuple as_distinct_sequences(object caches, object store, Py_ssize_t n_stores):
-    batch = as_sequences(caches, store, n_stores)
-    if len(set(map(id, batch))) != len(batch):
+cdef tuple as_distinct_members(object caches, object store, Py_ssize_t n_stores):
+    members = as_members(caches, store, n_stores)
+    if len(set(map(id, members))) != len(members):
         raise ValueError("caches: expected each cache once, got one of them twice")
-    return batch
+    return members
 
 
 cdef tuple as_sequence(object sequence, tuple stores):
-    if not is_sequence(sequence, len(stores)):
+    cdef tuple caches = caches_of(sequence, len(stores))
+    if caches is None:
         raise TypeError(f"cache: expected a {'PagedKvCache' if len(stores) == 1 else 'ModelSequence'}, got {describe(sequence)}")
     if not isinstance(sequence, PagedKvCache):
         home = getattr(sequence, "stores", None)
         if getattr(home, "stores", stores) != stores:
             raise ValueError(f"cache: expected a sequence of the stores whose prefixes these are, got one of {home!r}")
-    return caches_of(sequence)
-
-
-cdef tuple members_of(tuple sequences, Py_ssize_t n_stores):
-    cdef list members = []
-    cdef Py_ssize_t g
-    if n_stores == 1 and all([isinstance(sequence, PagedKvCache) for sequence in sequences]):
-        return sequences
-    each = [caches_of(sequence) for sequence in sequences]
-    for g in range(n_stores):
-        members += [caches[g] for caches in each]
-    return tuple(members)
+    return caches

@@ -1,4 +1,4 @@
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -8,3 +8,6 @@ class _HasDlpack(Protocol):
 
 # Values that lie where they are: of NumPy, whose array of ml_dtypes.bfloat16 a checker does not know, or by DLPack.
 _Values: TypeAlias = npt.NDArray[np.float32 | np.float16 | np.uint16] | npt.NDArray[Any] | memoryview[Any] | _HasDlpack
+
+@final
+class Taken: ...

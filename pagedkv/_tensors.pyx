@@ -5,9 +5,10 @@ queries of somebody else are neither: nothing is copied here, and an array says 
 bfloat16; its values are uint16 here, and come from ml_dtypes, by DLPack, or as bits of which the caller says what they are.
 """
 
+cimport cython
 cimport numpy as cnp
 from cpython.buffer cimport PyObject_CheckBuffer
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
 from pagedkv._arrays cimport as_ndarray, describe, is_backed, is_callers, refuse_masked
@@ -39,6 +40,11 @@ cdef struct DlTensor:
     int64_t* strides                # in values; NULL: C-contiguous
     uint64_t byte_offset
 
+cdef struct DlManaged:
+    DlTensor tensor
+    void* context
+    void (*deleter)(DlManaged*) noexcept
+
 
 # --- conversion --------------------------------------------------------------------------------------
 
@@ -58,7 +64,13 @@ cdef cnp.ndarray as_tensor(object given, str name, str shape, bint bits, bint wr
     elif writable:
         if not PyObject_CheckBuffer(given):  # what __array__ gives may be a copy
             raise TypeError(f"{name}: expected {expected}, got {describe(given)}")
-        array = np.asarray(memoryview(given))
+        try:
+            array = np.asarray(memoryview(given))
+        except (TypeError, ValueError, BufferError) as error:
+            if is_callers(error):
+                raise
+            cause = ValueError if isinstance(error, ValueError) else TypeError
+            raise cause(f"{name}: expected {expected}, got {describe(given)}: {error}") from error
     else:
         array = as_ndarray(given, name, expected)
     if not is_known(array) or (cnp.PyArray_TYPE(array) == cnp.NPY_USHORT and not is_bits):
@@ -75,8 +87,25 @@ cdef inline bint is_known(cnp.ndarray array) noexcept:
     return (kind == cnp.NPY_FLOAT32 or kind == cnp.NPY_FLOAT16 or kind == cnp.NPY_USHORT) and cnp.PyArray_ISNOTSWAPPED(array)
 
 
+@cython.final
+cdef class Taken:
+    """What was in a capsule. It was taken out, so that nobody else does, and frees it."""
+
+    cdef DlManaged* managed
+
+    def __dealloc__(self):
+        if self.managed is not NULL and self.managed.deleter is not NULL:
+            self.managed.deleter(self.managed)
+
+    cdef int take(self, object capsule) except -1:
+        cdef DlManaged* managed = <DlManaged*>PyCapsule_GetPointer(capsule, "dltensor")
+        PyCapsule_SetName(capsule, "used_dltensor")
+        self.managed = managed
+        return 0
+
+
 cdef cnp.ndarray from_dlpack(object given, str name, str expected):
-    """A view of what an object shows by DLPack. Its capsule is kept as it came, and frees what it holds in the end."""
+    """A view of what an object shows by DLPack."""
     cdef const DlTensor* tensor
     cdef cnp.npy_intp[MAX_AXES] shape
     cdef cnp.npy_intp[MAX_AXES] strides
@@ -84,6 +113,7 @@ cdef cnp.ndarray from_dlpack(object given, str name, str expected):
     cdef cnp.ndarray result
     cdef int kind = -1, i
     cdef object capsule
+    cdef Taken owner = Taken()
     try:
         capsule = given.__dlpack__()
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
@@ -94,7 +124,7 @@ cdef cnp.ndarray from_dlpack(object given, str name, str expected):
         raise cause(f"{name}: expected {expected}, got {describe(given)}: {error}") from error
     if not PyCapsule_IsValid(capsule, "dltensor"):
         raise TypeError(f"{name}: expected {expected}, got {describe(given)}, whose __dlpack__ gives no tensor")
-    tensor = <const DlTensor*>PyCapsule_GetPointer(capsule, "dltensor")
+    tensor = &(<DlManaged*>PyCapsule_GetPointer(capsule, "dltensor")).tensor
     if tensor.device_type not in (DL_CPU, DL_CUDA_HOST, DL_ROCM_HOST):
         raise ValueError(f"{name}: expected {expected} in the memory of the CPU, got {describe(given)} on device type "
                          f"{tensor.device_type}")
@@ -106,6 +136,7 @@ cdef cnp.ndarray from_dlpack(object given, str name, str expected):
     if kind < 0 or tensor.n_axes > MAX_AXES:
         raise TypeError(f"{name}: expected {expected}, got {describe(given)} of {tensor.n_axes} axes and {tensor.bits} bits a "
                         f"value, of DLPack's type code {tensor.code}")
+    owner.take(capsule)
     item_bytes = tensor.bits // 8
     for i in range(tensor.n_axes):
         shape[i] = tensor.shape[i]
@@ -114,7 +145,7 @@ cdef cnp.ndarray from_dlpack(object given, str name, str expected):
             steps = strides
     result = cnp.PyArray_New(np.ndarray, tensor.n_axes, shape, kind, steps, <char*>tensor.data + tensor.byte_offset,
                              0, cnp.NPY_ARRAY_WRITEABLE, None)
-    cnp.set_array_base(result, capsule)
+    cnp.set_array_base(result, owner)
     return result
 
 

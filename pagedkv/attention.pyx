@@ -14,7 +14,7 @@ from libc.string cimport memset
 from pagedkv._arrays cimport (
     as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count, check_apart, check_float32,
     check_out, describe, empty_floats)
-from pagedkv._groups cimport as_sequences, members_of
+from pagedkv._groups cimport as_members
 from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
@@ -109,7 +109,7 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
     [[[3.0, 4.0], [3.0, 4.0]]]
     """
     cdef PagedKvStore home = as_store(store)
-    cdef tuple batch = members_of(as_sequences(caches, store, 1), 1)
+    cdef tuple batch = as_members(caches, store, 1)
     cdef Py_ssize_t n_caches = len(batch), n_reading = 0, n_rows, row = 0, i
     cdef Py_ssize_t index = as_index(layer, "layer", home.n_layers)
     cdef int threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))

@@ -2,7 +2,7 @@
 
 from pagedkv._arrays cimport as_index, as_items
 from pagedkv._batch cimport fork_all
-from pagedkv._groups cimport as_distinct_sequences, as_stores, members_of
+from pagedkv._groups cimport as_distinct_members, as_stores
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
@@ -48,11 +48,10 @@ def reorder(store, caches, parents):
     >>> [float(beam.to_contiguous(store).k[0, 0]) for beam in beams], store.free_block_count
     ([1.0, 1.0, 0.0], 4)
     """
-    cdef tuple stores = as_stores(store), batch, members
+    cdef tuple stores = as_stores(store), members
     cdef Py_ssize_t n_stores = len(stores), n, n_locked = 0, i
-    batch = as_distinct_sequences(caches, store, n_stores)
-    n = len(batch)
-    members = members_of(batch, n_stores)
+    members = as_distinct_members(caches, store, n_stores)
+    n = len(members) // n_stores
     cdef list sources = as_parents(parents, n)
     cdef list moves = [i for i in range(n_stores * n) if sources[i % n] != i % n]
     cdef tuple moved = tuple([members[i] for i in moves])

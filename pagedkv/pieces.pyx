@@ -293,7 +293,8 @@ cdef class BlockFilling(BlockPieces):
         RuntimeError
             It was committed or released before.
         BufferError
-            Something that was made of a memoryview is still in use and could write: a slice, an array. Nothing was changed.
+            Something that was made of a memoryview is still in use and could write: a slice, an array. The blocks stay as they
+            were, out of sight; `views` has new memoryviews of them.
         TypeError, ValueError
             ``n`` is no such number. Nothing was changed.
         """
@@ -304,15 +305,16 @@ cdef class BlockFilling(BlockPieces):
         n_kept = held.n if n is None else as_size(n, "n", 0, held.n)
         ids = [held.ids[i] for i in range(n_kept)]
         self.hide()
+        kept = list(ids)  # while it can still fail for want of memory
         if not held.keep(n_kept):
             if held.closed:  # by another thread, or by the caller's own __index__
                 raise RuntimeError("filling: expected an open one, got one that was released or committed")
             raise BufferError("filling: expected no slice of its views, and no array of one, still in use: "
                               f"there are {held.n_views}")
-        self.committed = ids
+        self.committed = kept
         if held.blocks.erase is not NULL:  # a store with debug=True
             held.store.check()
-        return list(ids)
+        return ids
 
     def __exit__(self, kind, error, traceback):
         if kind is None and self.held is not None and not self.held.closed:

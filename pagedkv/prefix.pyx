@@ -85,33 +85,27 @@ cdef class PrefixHandle:
 
     cdef Seen* seen                 # in each store; NULL until it is used
     cdef Py_ssize_t n_seen
-    cdef object prefixes            # a weak reference to the one cache that it is used with
+    cdef object prefixes            # weak references to the one cache that it is used with,
+    cdef object store               # and to the first of the stores that it has told
     cdef bytes namespace
 
     def __dealloc__(self):
         free(self.seen)
 
-    cdef int make_room(self, Py_ssize_t n_stores) except -1:
-        if self.seen is NULL:
-            self.seen = <Seen*>calloc(n_stores, sizeof(Seen))
-            if self.seen is NULL:
-                raise MemoryError("cannot allocate a handle's marks")
-            self.n_seen = n_stores
-        elif self.n_seen != n_stores:
-            raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
-        return 0
-
     cdef int check_whose(self, PrefixCache prefixes, bytes namespace) except -1:
-        if self.prefixes is not None and self.count() and (self.prefixes() is not prefixes or self.namespace != namespace):
+        """One that tells nothing may be used with another cache."""
+        if self.count() and (self.prefixes() is not prefixes.whole() or self.store() is not prefixes.homes[0]
+                             or self.n_seen != len(prefixes.homes) or self.namespace != namespace):
             raise ValueError("handle: expected one of this prefix cache and namespace, got another's")
         return 0
 
     cdef Py_ssize_t count(self) noexcept:
         """The most tokens that one of the stores has been told of."""
         cdef Py_ssize_t n = 0, i
-        for i in range(self.n_seen):
-            if self.seen[i].mark.number:
-                n = max(n, self.seen[i].mark.n)
+        with cython.critical_section(self):
+            for i in range(self.n_seen):
+                if self.seen[i].mark.number:
+                    n = max(n, self.seen[i].mark.n)
         return n
 
     def __repr__(self):
@@ -256,9 +250,12 @@ cdef class PrefixCache:
         self.check_made()
         return tuple([self.look_at(store) for store in self.homes])
 
+    cdef inline PrefixCache whole(self):
+        return self if self.owner is None else self.owner
+
     cdef PrefixCache look_at(self, PagedKvStore store):
         cdef PrefixCache other = PrefixCache.__new__(PrefixCache)
-        other.owner = self if self.owner is None else self.owner
+        other.owner = self.whole()
         other.clock = self.clock
         other.homes = (store,)
         return other
@@ -704,32 +701,38 @@ cdef class PrefixCache:
         """Let each store know the whole blocks of its cache under these tokens; how many were new in all of them."""
         cdef Py_ssize_t n_stores = len(self.homes), n_new = -2, i
         cdef Told* told = <Told*>calloc(n_stores, sizeof(Told))
-        if told is NULL:
-            raise MemoryError("cannot allocate what is inserted")
+        cdef Seen* seen = <Seen*>calloc(n_stores, sizeof(Seen))
         try:
-            reference = weakref.ref(self)
+            if told is NULL or seen is NULL:
+                raise MemoryError("cannot allocate what is inserted")
+            prefixes, store = weakref.ref(self.whole()), weakref.ref(self.homes[0])
             if handle is not None:
-                handle.make_room(n_stores)
-            while n_new < 0:
-                if handle is not None:
-                    handle.check_whose(self, name)
-                for i in range(n_stores):
-                    told[i].mark.number = 0
-                    if handle is not None and (<PagedKvCache>caches[i]).has_first(
-                            handle.seen[i].mark.n, handle.seen[i].lineage):
+                handle.check_whose(self, name)
+                with cython.critical_section(handle):
+                    for i in range(min(n_stores, handle.n_seen)):
                         told[i].mark, told[i].lineage = handle.seen[i].mark, handle.seen[i].lineage
+            for i in range(n_stores):
+                if not (<PagedKvCache>caches[i]).has_first(told[i].mark.n, told[i].lineage):
+                    told[i].mark.number = 0
+            while n_new < 0:
+                for i in range(n_stores):
                     told[i].start = told[i].mark.n if told[i].mark.number else 0
                 n_new = self.insert_after(caches, tokens, name, priority, seconds, told)
                 if n_new < 0:  # evicted since, cleared, or taken back: the tokens are looked at once more
-                    handle.seen[-2 - n_new].mark.number = 0
+                    told[-2 - n_new].mark.number = 0
             if handle is not None:
                 # At once: tokens and clocks run the caller's code, which may use the same handle for something else.
-                handle.prefixes = reference
-                handle.namespace = name
                 for i in range(n_stores):
-                    handle.seen[i] = Seen(told[i].mark, told[i].lineage)
+                    seen[i] = Seen(told[i].mark, told[i].lineage)
+                with cython.critical_section(handle):
+                    handle.seen, seen = seen, handle.seen
+                    handle.n_seen = n_stores
+                handle.prefixes = prefixes
+                handle.store = store
+                handle.namespace = name
         finally:
             free(told)
+            free(seen)
         return self.gone(n_new)
 
     cdef Py_ssize_t insert_after(self, tuple caches, object tokens, bytes name, int64_t priority, object seconds,

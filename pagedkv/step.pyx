@@ -12,7 +12,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
 from pagedkv._arrays cimport as_index, as_thread_count, empty_slots
-from pagedkv._groups cimport as_distinct_sequences, as_stores, members_of, places_of, windows_of
+from pagedkv._groups cimport as_distinct_members, as_stores, places_of, windows_of
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
 from pagedkv._kernels.rows cimport Places, in_slots, slot_of
@@ -115,9 +115,8 @@ cdef class Step:
         self.places = places_of(store)
         self.windows = windows_of(store)
         self.n_groups = <int>len(self.stores)
-        sequences = as_distinct_sequences(caches, store, self.n_groups)
-        self.n_caches = len(sequences)
-        self.caches = members_of(sequences, self.n_groups)
+        self.caches = as_distinct_members(caches, store, self.n_groups)
+        self.n_caches = len(self.caches) // self.n_groups
         self.query_lens = as_query_lens(query_lens, self.n_caches)
         self.n_rows = sum(self.query_lens)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))

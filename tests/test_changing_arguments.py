@@ -388,3 +388,49 @@ def test_a_refusal_in_the_middle_leaves_shared_blocks_shared(store, cache):
     k = floats(6)
     with unchanged(store, cache, other), refused(ValueError, "k_step", store, cache):
         cache.push(store, k, Array(floats(4), lambda: shrink(k)))
+
+
+# --- sequences that say something else the next time --------------------------------------------------
+
+
+class Fickle:
+    """A sequence of a model, which shows its caches as they are once, and then something else."""
+
+    def __init__(self, sequence, then):
+        self.sequence, self.then = sequence, then
+        self.stores = sequence.stores
+        self.times = 0
+
+    @property
+    def caches(self):
+        self.times += 1
+        return self.sequence.caches if self.times == 1 else self.then
+
+
+@pytest.mark.parametrize("then", [(None, None), (1, 2), (), None, (1,)], ids=repr)
+@pytest.mark.parametrize("n_stores", [1, 2])
+def test_the_caches_of_a_sequence_are_asked_for_once(n_stores, then):
+    shapes = [pagedkv.LayerShape(None, 1, 2), pagedkv.LayerShape(8, 1, 2)][:n_stores]
+    stores = pagedkv.ModelStores(shapes, 16, block_size=4)
+
+    def grown(n):
+        sequence, k = pagedkv.ModelSequence(stores), rows(n, 1, 2)
+        with pagedkv.Step(stores, Fickle(sequence, then), n) as step:
+            for layer in range(n_stores):
+                step.write(layer, k, k)
+        assert sequence.seq_len == n
+        return sequence
+
+    sequence = grown(8)
+    assert stores.prefixes.insert(range(8), Fickle(sequence, then)) == 2 * n_stores
+    fresh, other = pagedkv.ModelSequence(stores), grown(3)
+    assert stores.prefixes.attach(Fickle(fresh, then), range(9)) == 8
+    pagedkv.reorder(stores, [Fickle(fresh, then), Fickle(other, then)], [1, 1])
+    assert (fresh.seq_len, other.seq_len) == (3, 3)
+    fickle = Fickle(sequence, then)
+    if n_stores == 1:
+        del fickle.stores  # of a store by itself it needs none
+        q = np.ones((1, 1, 2), np.float32)
+        expected = pagedkv.paged_attention(q, stores.stores[0], sequence.caches[0])
+        assert (pagedkv.paged_attention(q, stores.stores[0], [fickle]) == expected).all()
+    stores.check([sequence, fresh, other])

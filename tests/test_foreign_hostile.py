@@ -1,6 +1,7 @@
 """AttentionBatch: what it refuses, and arrays that change while it looks. Nothing is written before an error."""
 
 import contextlib
+import sys
 import threading
 
 import numpy as np
@@ -308,3 +309,64 @@ def test_a_batch_belongs_to_one_thread_at_a_time():
     for thread in threads:
         thread.join()
     assert (attend(batch, arguments) == want).all()
+
+
+# --- tensors and buffers that somebody else frees ------------------------------------------------------
+
+
+class OneCapsule:
+    """A tensor that gives away the same capsule each time."""
+
+    def __init__(self, array):
+        self.capsule = array.__dlpack__()
+
+    def __dlpack__(self, **options):
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+def test_a_capsule_that_a_later_argument_takes_as_well():
+    queries = OneCapsule(np.ones((1 << 20, 1, 8), np.float32)[:2])  # so large that it goes to the system
+    k_cache, v_cache = np.ones((2, 4, 4, 1, 8), np.float32)
+
+    class Thief:
+        def __dlpack__(self, **options):
+            with contextlib.suppress(ValueError, BufferError):
+                np.from_dlpack(queries)  # and frees it
+            return k_cache.__dlpack__()
+
+    batch = pagedkv.AttentionBatch([[0], [1]], [4, 4], block_size=4)
+    assert (batch.attend(queries, Thief(), v_cache) == 1).all()
+    with pytest.raises(TypeError, match="^q: expected .* gives no tensor"):
+        batch.attend(queries, k_cache, v_cache)  # there is nothing in it any more
+
+
+def test_what_was_taken_from_a_capsule_is_freed():
+    k_cache, v_cache, q = [np.ones((*shape, 1, 8), np.float32) for shape in ((4, 4), (4, 4), (1,))]
+    counts = [sys.getrefcount(array) for array in (k_cache, v_cache, q)]
+    batch = pagedkv.AttentionBatch([[0]], [4], block_size=4)
+    for refused in (False, True):
+        given = OneCapsule(k_cache), OneCapsule(v_cache[:, :2] if refused else v_cache), OneCapsule(q)
+        with contextlib.suppress(ValueError):
+            batch.attend(given[2], *given[:2])
+        del given
+    assert [sys.getrefcount(array) for array in (k_cache, v_cache, q)] == counts
+
+
+def test_a_buffer_that_was_released_is_named():
+    blocks, rows = np.ones((2, 4, 4, 1, 8), np.float32), np.ones((1, 1, 8), np.float32)
+    batch = pagedkv.AttentionBatch([[0]], [4], block_size=4)
+    gone = memoryview(bytearray(64))
+    gone.release()
+    for name, call in [
+        ("k_cache", lambda: batch.write(gone, blocks[1], rows, rows)),
+        ("v_cache", lambda: batch.write(blocks[0], gone, rows, rows)),
+        ("k", lambda: batch.write(*blocks, gone, rows)),
+        ("q", lambda: batch.attend(gone, *blocks)),
+        ("out", lambda: batch.attend(rows, *blocks, out=gone)),
+        ("k", lambda: pagedkv.PagedKvStore.from_arrays(gone, blocks)),
+    ]:
+        with pytest.raises(ValueError, match=f"^{name}: expected .* released memoryview"):
+            call()

@@ -12,9 +12,14 @@ import zlib
 import numpy as np
 import pytest
 from dtype_reference import DTYPES, SCALED, STORED
-from helpers import refused, unchanged
+from helpers import refused, unchanged, unsanitized
 
 import pagedkv
+
+try:
+    import _testcapi
+except ImportError:  # it is CPython's, and not in all builds of it
+    _testcapi = None
 
 
 def make(dtype="float32", total_blocks=8, **options):
@@ -497,6 +502,31 @@ def test_nobody_makes_or_copies_them():
         for way in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 way(made)
+
+
+@pytest.mark.skipif(_testcapi is None, reason="needs CPython's test of its own C API")
+@unsanitized
+def test_a_commit_without_memory_has_changed_nothing():
+    store, ended = make(), 0
+    for n in range(1, 60):
+        filling = store.fill(5)
+        views = filling.views
+        try:
+            _testcapi.set_nomemory(n, n + 1)
+            try:
+                filling.commit()
+            finally:
+                _testcapi.remove_mem_hooks()
+        except MemoryError:
+            with pytest.raises(RuntimeError, match="expected one that is committed"):
+                _ = filling.ids
+            del views
+            assert len(filling.commit()) == 5
+        else:
+            ended += 1
+        store.release(filling.ids)
+        assert store.free_block_count == 8
+    assert 0 < ended < 59
 
 
 def test_from_another_thread():

@@ -311,6 +311,62 @@ def test_a_handle_belongs_to_one_sequence(store, prefixes):
         prefixes.insert(range(7), cache, handle=handle)
 
 
+def test_a_handle_that_was_refused_or_told_nothing_is_as_new(store, prefixes):
+    cache, _ = sequence(store, 8)
+    shapes = [pagedkv.LayerShape(None, 1, 2), pagedkv.LayerShape(8, 1, 2)]
+    stores = pagedkv.ModelStores(shapes, 16, block_size=4)
+    whole, handle = pagedkv.ModelSequence(stores), PrefixHandle()
+    with pytest.raises(TypeError, match="tokens"):
+        stores.prefixes.insert("no tokens", whole, handle=handle)
+    assert stores.prefixes.insert([], whole, handle=handle) == 0
+    assert prefixes.insert(range(8), cache, handle=handle) == 2
+    with pytest.raises(ValueError, match="handle"):
+        stores.prefixes.insert([], whole, handle=handle)
+
+
+def test_a_handle_of_one_group_goes_on_with_it():
+    shapes = [pagedkv.LayerShape(None, 1, 2), pagedkv.LayerShape(8, 1, 2)]
+    stores = pagedkv.ModelStores(shapes, 16, block_size=4)
+    whole, handle = pagedkv.ModelSequence(stores), PrefixHandle()
+    with pagedkv.Step(stores, whole, 12) as step:
+        for layer in range(2):
+            step.write(layer, *np.ones((2, 12, 1, 2), np.float32))
+    first, second = whole.caches
+    assert stores.prefixes.groups[0].insert(range(4), first, handle=handle) == 1
+    assert stores.prefixes.groups[0].insert(range(12), first, handle=handle) == 2  # another look at the same group
+    for other, cache in ((stores.prefixes.groups[1], second), (stores.prefixes, whole)):
+        with pytest.raises(ValueError, match="handle"):
+            other.insert(range(12), cache, handle=handle)
+
+
+def test_a_handle_that_is_used_elsewhere_while_tokens_are_read(store, prefixes):
+    cache, _ = sequence(store, 8)
+    handle = PrefixHandle()
+    shapes = [pagedkv.LayerShape(None, 1, 2)] * 2 + [pagedkv.LayerShape(8, 1, 2)]
+    stores = pagedkv.ModelStores(shapes, 16, block_size=4)
+    whole = pagedkv.ModelSequence(stores)
+    with pagedkv.Step(stores, whole, 8) as step:
+        for layer in range(3):
+            step.write(layer, *np.ones((2, 8, 1, 2), np.float32))
+
+    class Tokens(list):
+        def __getitem__(self, which):
+            prefixes.insert(range(4), cache, handle=handle)
+            prefixes.clear()
+            return super().__getitem__(which)
+
+    class Others(Tokens):
+        def __iter__(self):
+            stores.prefixes.insert(range(8), whole, handle=handle)
+            return super().__iter__()
+
+    assert prefixes.insert(Others(range(4)), cache, handle=handle) == 1
+    assert prefixes.insert(Tokens(range(8)), cache, handle=handle) == 2
+    assert prefixes.insert(range(8), cache, handle=handle) == 0
+    prefixes.check()
+    stores.prefixes.check()
+
+
 # --- what is not made, or made twice ------------------------------------------------------------------
 
 
