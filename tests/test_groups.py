@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import unsanitized
 
 import pagedkv
 from pagedkv import LayerShape, ModelSequence, ModelStores
@@ -356,3 +357,23 @@ def test_room_for_a_sequence_is_what_can_be_reserved(seed):
             pagedkv.room_for(wrong)
     with pytest.raises(TypeError, match="^cache: expected a ModelSequence or None, got PagedKvCache"):
         pagedkv.room_for(stores, pagedkv.PagedKvCache())
+
+
+@unsanitized
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_sequence_that_has_no_memory_to_reserve_is_not_held_by_anybody(chunk):
+    stores = ModelStores([LayerShape(None, 1, 2), LayerShape(8, 1, 2)], 16, block_size=4)
+    testing, refused = pytest.importorskip("_testcapi"), 0
+    for n in range(60):
+        sequence = ModelSequence(stores)
+        sequence.reserve(4)
+        testing.set_nomemory(n, n + 1)
+        try:
+            sequence.reserve(8, chunk=chunk)
+        except MemoryError:
+            refused += 1
+        finally:
+            testing.remove_mem_hooks()
+        del sequence
+        assert [store.free_block_count for store in stores.stores] == [16, 16]
+    assert 3 < refused < 60

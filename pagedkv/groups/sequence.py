@@ -137,8 +137,10 @@ class ModelSequence:
         n = as_count(n_new, "n_new")
         piece = None if chunk is None else as_size(chunk, "chunk", 1, sys.maxsize)
         size, length = self.stores.block_size, self.seq_len
-        growths = tuple([growth(window, length, n, piece, size) for window in self.stores.windows])
-        reserve_all(self.stores.stores, self.caches, growths)
+        growths = []
+        for window in self.stores.windows:  # no comprehension: CPython 3.11 loses `self` where there is no memory to begin one
+            growths.append(growth(window, length, n, piece, size))
+        reserve_all(self.stores.stores, self.caches, tuple(growths))
 
     def clone(self) -> ModelSequence:
         """A second sequence with the same positions. It costs no blocks."""
