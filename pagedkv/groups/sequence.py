@@ -138,7 +138,8 @@ class ModelSequence:
         piece = None if chunk is None else as_size(chunk, "chunk", 1, sys.maxsize)
         size, length = self.stores.block_size, self.seq_len
         growths = []
-        for window in self.stores.windows:  # no comprehension: CPython 3.11 loses `self` where there is no memory to begin one
+        # No comprehension: CPython 3.11 loses `self` where there is no memory to begin one.
+        for window in self.stores.windows:
             growths.append(growth(window, length, n, piece, size))
         reserve_all(self.stores.stores, self.caches, tuple(growths))
 
