@@ -328,7 +328,10 @@ class OneCapsule:
 
 
 def test_a_capsule_that_a_later_argument_takes_as_well():
-    queries = OneCapsule(np.ones((1 << 20, 1, 8), np.float32)[:2])  # so large that it goes to the system
+    memory = np.zeros((1 << 21, 1, 8), np.float32)[:2]  # so large that it goes to the system
+    memory[:] = 1
+    queries = OneCapsule(memory)
+    del memory
     k_cache, v_cache = np.ones((2, 4, 4, 1, 8), np.float32)
 
     class Thief:
