@@ -23,13 +23,14 @@ cdef void mark_read(Events* events, uint64_t number) noexcept nogil
 # The number of the oldest that has not been read and is there.
 cdef uint64_t first_event(const Events* events) noexcept nogil
 
-cdef void write_event(RadixTree* tree, EventKind kind, int32_t node, int64_t i) noexcept nogil
+cdef void write_events(RadixTree* tree, EventKind kind, int32_t node, int64_t first, int64_t end) noexcept nogil
 cdef void write_cleared(RadixTree* tree, int32_t space) noexcept nogil
 
-# The i-th place of a node has its block, or is about to lose it.
-cdef inline void tell(RadixTree* tree, EventKind kind, int32_t node, int64_t i) noexcept nogil:
+# Places [first, end) of a node have their blocks now, or are about to lose them. For several at once: where nobody reads,
+# a loop over blocks costs what it would without.
+cdef inline void tell(RadixTree* tree, EventKind kind, int32_t node, int64_t first, int64_t end) noexcept nogil:
     if tree.events is not NULL:
-        write_event(tree, kind, node, i)
+        write_events(tree, kind, node, first, end)
 
 # A namespace is about to be forgotten as a whole; 0 for all of them.
 cdef inline void tell_cleared(RadixTree* tree, int32_t space) noexcept nogil:

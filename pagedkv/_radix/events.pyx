@@ -98,6 +98,15 @@ cdef void write_event(RadixTree* tree, EventKind kind, int32_t node, int64_t i) 
         it.parent = at.first_id + <uint64_t>(place - 1)
 
 
+cdef void write_events(RadixTree* tree, EventKind kind, int32_t node, int64_t first, int64_t end) noexcept nogil:
+    """A block that is stored comes after those before it, and goes before them."""
+    cdef int64_t i, at
+    for i in range(end - first):
+        at = first + i if kind == STORED else end - 1 - i
+        if tree.nodes[node].blocks[at] != HOLE:
+            write_event(tree, kind, node, at)
+
+
 cdef void write_cleared(RadixTree* tree, int32_t space) noexcept nogil:
     cdef Event* it = next_event(tree.events)
     it.kind = CLEARED

@@ -271,7 +271,7 @@ cdef int64_t fill(RadixTree* tree, const int32_t* table, const Insertion* it, bi
                 tree.spaces[at.space].n_blocks += 1
                 mend_space(tree, at.space)
                 add_place(tree, node, block)
-                tell(tree, STORED, node, i - first)
+                tell(tree, STORED, node, i - first, i - first + 1)
                 settle(tree, node)
         node = at.parent
     return n
@@ -366,7 +366,7 @@ cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t p
             if blocks[i] != HOLE:
                 tree.spaces[it.space].n_blocks += 1
                 add_place(tree, node, blocks[i])
-                tell(tree, STORED, node, it.n_blocks - n_new + i)
+        tell(tree, STORED, node, it.n_blocks - n_new, it.n_blocks)
         mend_space(tree, it.space)
         settle(tree, node)
     use_path(tree, node)
@@ -412,11 +412,10 @@ cdef void free_space(RadixTree* tree, int32_t space) noexcept nogil:
 
 
 cdef void remove_block(RadixTree* tree, int32_t node, int64_t i) noexcept nogil:
-    """A hole where a block is, or a hole already."""
+    """A hole where a block is, or a hole already. The caller has told who reads."""
     cdef Node* it = &tree.nodes[node]
     cdef int32_t block = it.blocks[i]
     if block != HOLE:
-        tell(tree, REMOVED, node, i)
         it.blocks[i] = HOLE
         tree.spaces[it.space].n_blocks -= 1
         mend_space(tree, it.space)  # at once: a block that loses its term here may move other namespaces
@@ -426,6 +425,7 @@ cdef void remove_block(RadixTree* tree, int32_t node, int64_t i) noexcept nogil:
 cdef void remove_blocks(RadixTree* tree, int32_t node, int64_t keep) noexcept nogil:
     """All but the first `keep` blocks of a node without children. It may be too long for them then."""
     cdef Node* it = &tree.nodes[node]
+    tell(tree, REMOVED, node, keep, it.n_blocks)
     while it.n_blocks > keep:
         it.n_blocks -= 1
         remove_block(tree, node, it.n_blocks)
@@ -505,6 +505,7 @@ cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil:
         while i and n_names and n_before - tree.n_evictable < n:
             i -= 1
             if it.blocks[i] != HOLE and radix_is_idle(tree, it.blocks[i]):
+                tell(tree, REMOVED, node, i, i + 1)
                 remove_block(tree, node, i)
                 n_names -= 1
             elif it.rank == AT_END:
