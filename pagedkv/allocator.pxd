@@ -150,8 +150,9 @@ cdef class BlockAllocator:
     cdef bint copy_names(self, int64_t* n_names, int64_t* n_bytes, int64_t* lengths, char* bytes) noexcept
     # How many blocks went.
     cdef Py_ssize_t evict(self, Py_ssize_t n) noexcept
-    cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept
-    cdef Py_ssize_t clear(self, const Key* key) noexcept
+    # Within a critical section of the budget, so that all stores of a model can be told at once.
+    cdef Py_ssize_t forget_locked(self, Key key, Py_ssize_t start) noexcept
+    cdef Py_ssize_t clear_locked(self, const Key* key) noexcept
     # For whom the prefix cache may go at any time.
     cdef Py_ssize_t count_evictable(self) noexcept
     cdef bint has_terms(self) noexcept

@@ -436,18 +436,14 @@ cdef class BlockAllocator:
             self.collect()
         return n_gone
 
-    cdef Py_ssize_t forget(self, Key key, Py_ssize_t start) noexcept:
-        cdef Py_ssize_t n
-        with cython.critical_section(<object>self.budget):
-            n = radix_forget(self.tree, key, start)
-            self.collect()
+    cdef Py_ssize_t forget_locked(self, Key key, Py_ssize_t start) noexcept:
+        cdef Py_ssize_t n = radix_forget(self.tree, key, start)
+        self.collect()
         return n
 
-    cdef Py_ssize_t clear(self, const Key* key) noexcept:
-        cdef Py_ssize_t n
-        with cython.critical_section(<object>self.budget):
-            n = radix_clear(self.tree, key)
-            self.collect()
+    cdef Py_ssize_t clear_locked(self, const Key* key) noexcept:
+        cdef Py_ssize_t n = radix_clear(self.tree, key)
+        self.collect()
         return n
 
     cdef Py_ssize_t count_evictable(self) noexcept:

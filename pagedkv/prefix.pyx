@@ -565,9 +565,10 @@ cdef class PrefixCache:
         cdef bytes name = as_namespace(namespace)
         cdef Py_ssize_t first = as_count(start, "start")
         cdef Key key = key_of(name, ids, ids.shape[0])
-        cdef Py_ssize_t n = 0
-        for store in self.homes:
-            n += (<PagedKvStore>store).blocks.forget(key, first)
+        cdef Py_ssize_t n = 0, i
+        with cython.critical_section(self.at(0).budget):  # all stores at once
+            for i in range(len(self.homes)):
+                n += self.at(i).blocks.forget_locked(key, first)
         return self.gone(n)
 
     def clear(self, *, namespace=...):
@@ -593,8 +594,9 @@ cdef class PrefixCache:
         cdef Key key = key_of_all(name)
         cdef Key* which = NULL if namespace is ... else &key
         cdef Py_ssize_t n = 0, i
-        for i in range(len(self.homes)):
-            n += self.at(i).blocks.clear(which)
+        with cython.critical_section(self.at(0).budget):  # as `forget`
+            for i in range(len(self.homes)):
+                n += self.at(i).blocks.clear_locked(which)
         return self.gone(n)
 
     cdef Py_ssize_t gone(self, Py_ssize_t n) except -1:

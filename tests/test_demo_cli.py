@@ -75,10 +75,29 @@ def test_options_do_not_change_the_texts(path, capsys):
     prompts = [f"hello world hello world {end}" for end in ("he", "or", "ld")]
     arguments = [argument for prompt in prompts for argument in ("--prompt", prompt)]
     outputs = []
-    for options in [], ["--no-share"], ["--block-size", "3"], ["--blocks", "2"], ["--blocks", "9", "--block-size", "3"]:
+    kinds = "", "--no-share", "--block-size 3", "--blocks 2", "--blocks 9 --block-size 3", "--memory 1MB"
+    for options in map(str.split, kinds):
         assert main(["demo", "--model", path, "--max-tokens", "9", *options, *arguments]) == 0
         outputs.append(continuations(capsys.readouterr().out, prompts))
     assert all(output == outputs[0] for output in outputs)
+
+
+def test_memory_is_shared_by_full_and_windowed_layers(path, capsys, monkeypatch):
+    made = []
+    close = Scheduler.close
+
+    def look(self):
+        made.append((self.stores.nbytes, [store.nbytes for store in self.stores.stores]))
+        close(self)
+
+    monkeypatch.setattr(Scheduler, "close", look)
+    arguments = ["--memory", "64KiB", "--block-size", "4", "--max-tokens", "5", "--prompt", "hello world"]
+    assert main(["demo", "--model", path, *arguments]) == 0
+    [(n_bytes, of_each)] = made
+    assert n_bytes == 64 << 10
+    assert len(of_each) == 2
+    assert all(n_bytes - 8192 < each <= n_bytes for each in of_each)  # each may have all of it, in whole blocks
+    assert re.search(r"^blocks held +at most \d+ of \d+ \(.* and \d+ of \d+ ", capsys.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
@@ -187,6 +206,13 @@ def test_sizes_that_do_not_fit_are_refused(path, capsys):
     assert line.endswith("prompt 1: 2 tokens and 100 new ones need 7 blocks of 16, the stores have 2")
     line = fails(capsys, "--model", path, "--prompt", "he", "--blocks", "2147483647", "--block-size", "2147483647")
     assert "no memory" in line
+    line = fails(capsys, "--model", path, "--prompt", "hello", "--memory", "1KiB")
+    assert "--memory: no stores with blocks of 16 positions fit: budget_bytes: expected at least" in line
+    assert "--memory" in fails(capsys, "--model", path, "--memory", "none")
+    assert "not allowed with" in fails(capsys, "--model", path, "--memory", "1MB", "--blocks", "3")
+    least = int(line.split("at least ")[1].split(",")[0])
+    line = fails(capsys, "--model", path, "--prompt", "hello", "--memory", str(3 * least), "--max-tokens", "100")
+    assert line.endswith("prompt 1: 2 tokens and 100 new ones need 7 blocks of 16, the stores have 6")
 
 
 def test_a_prompt_without_tokens_is_refused(tmp_path, capsys):

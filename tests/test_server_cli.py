@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from cli_support import fails
@@ -69,6 +70,20 @@ def test_a_signal_ends_it_while_it_streams(path, number, code, line):
     assert process.returncode == code
     assert err.splitlines()[-1] == line
     assert "Traceback" not in err
+
+
+def test_memory_for_all_stores_together(path):
+    """Each store may have all of it: twice the memory is twice the blocks, of both; and a request is answered."""
+    free = []
+    for size in ("512KiB", "1MiB"):
+        with server("--model", path, "--memory", size, "--block-size", "4") as process:
+            with urlopen(process.url.replace("/v1", "/metrics"), timeout=30) as answer:
+                text = answer.read().decode()
+            free.append([float(n) for n in re.findall(r'^pagedkv_blocks\{[^}]*state="free"[^}]*\} (\S+)$', text, re.M)])
+            whole = client(process).completions.create(model="tiny", prompt="hello", max_tokens=3)
+            assert whole.usage.total_tokens == 5
+    assert len(free[0]) == 2
+    assert all(0 <= twice - 2 * once <= 1 for once, twice in zip(*free, strict=True)), free  # in whole blocks
 
 
 @signals

@@ -6,7 +6,7 @@ import pytest
 from transformers_support import COMMON, FAMILIES, GROUPED, HEADS, torch, transformers
 
 from pagedkv.__main__ import main
-from pagedkv.integrations.transformers import PagedStores
+from pagedkv.integrations.transformers import PagedStores, generate_batch
 from pagedkv.shapes import layer_shapes, model_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,3 +170,37 @@ def test_models_that_no_store_holds(config, message):
 def test_encoders_that_do_not_say_so(config):
     with pytest.raises(ValueError, match="model: expected a decoder, got .*, an encoder"):
         PagedStores(getattr(transformers, config)(), 8)
+
+
+def test_stores_of_a_budget_of_bytes():
+    """A Gemma 3 in small, 5 windowed layers to 1: what the windows do not need is the full layers'."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, sliding_window=8, max_position_embeddings=512,
+    )  # fmt: skip
+    layer = 4 * 2 * 8 * 4  # bytes of a block of 4 positions in one layer
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    budget = (30 + 5 * 5) * layer
+    for source in (config, model):
+        stores = PagedStores.from_bytes(budget, source, block_size=4, max_bytes=2 * budget, debug=True)
+        assert type(stores) is PagedStores
+        assert stores.nbytes == budget
+        assert sorted(store.total_blocks for store in stores.stores) == [budget // (5 * layer), budget // layer]
+    apart = PagedStores(config, budget // (6 * layer), block_size=4)
+    assert not apart.can_ever_fit(120, chunk=8)  # 9 blocks of each
+    assert stores.can_ever_fit(120, chunk=8)  # 30 full blocks, and 7 seen, 8 new and 3 before: 5 windowed ones
+    assert not stores.can_ever_fit(121, chunk=8)
+    prompts = [[n % 50 for n in range(1, 100)], [3, 4, 5]]
+    tokens, options = {}, {"prefill_rows": 8, "max_new_tokens": 6, "eos_token_id": None}
+    for which in (PagedStores(model, 64, block_size=4), stores):
+        tokens[which] = [
+            (event.request, event.token)
+            for event in generate_batch(model, prompts, stores=which, **options)
+        ]
+        which.prefixes.clear()
+        assert which.nbytes_in_use == 0
+    assert len({str(sorted(found)) for found in tokens.values()}) == 1
+    with pytest.raises(ValueError, match="^budget_bytes: expected at least"):
+        PagedStores.from_bytes(6 * layer - 1, config, block_size=4)
+    with pytest.raises(TypeError, match="^model: expected a model of transformers or its configuration, got list"):
+        PagedStores.from_bytes(budget, [])

@@ -564,6 +564,7 @@ def example_transformers() -> None:
     assert_type(stores.free_block_count + stores.nbytes_in_use + stores.blocks_for(9), int)
     assert_type(stores.groups[0].store, pagedkv.PagedKvStore)
     assert_type(stores.groups[0].window, int | None)
+    assert_type(PagedStores.from_bytes(1 << 20, model, max_bytes=2 << 20), PagedStores)
     cache = PagedCache(stores)
     assert_type(cache.clone(), PagedCache)
     assert_type(cache.stores, PagedStores)

@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
     size = options.block_size
     n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
     stores = make_stores(config, n_blocks, options)
-    # All of them fit to their end, unless somebody said how many blocks there are.
-    spare: dict[str, Any] = {} if options.blocks else {"watermark": 0.0}
+    # All of them fit to their end, unless somebody said how much room there is.
+    spare: dict[str, Any] = {} if options.blocks or options.memory else {"watermark": 0.0}
     scheduler = Scheduler(stores, max_running=len(prompts), share_prefixes=not options.no_share, **spare)
     for number, prompt in enumerate(prompts, 1):
         _check(scheduler, number, prompt, options, config)

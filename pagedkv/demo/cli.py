@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from pagedkv.cli.common import positive
+from pagedkv.cli.common import positive, size
 from pagedkv.demo.errors import DemoError
 from pagedkv.formats import DTYPES
 
@@ -15,7 +15,7 @@ examples:
   python -m pagedkv demo
   python -m pagedkv demo --prompt "The capital of France is" --max-tokens 16
   python -m pagedkv demo --verify
-  python -m pagedkv demo --serve 8000
+  python -m pagedkv demo --serve 8000 --memory 1GiB
 
 exit codes:
   0  done; --serve: ended by SIGTERM
@@ -42,11 +42,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to add to each prompt, with --serve if the client does not say (default: 48)",
     )
-    parser.add_argument(
+    room = parser.add_mutually_exclusive_group()
+    room.add_argument(
         "--blocks",
         type=positive,
         metavar="N",
         help="blocks of each K/V store (default: enough for all at once; with --serve 1024)",
+    )
+    room.add_argument(
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="memory for K/V, shared by the full and the windowed layers as they need it, such as 500MB or 2GiB",
     )
     parser.add_argument(
         "--block-size", type=positive, default=16, metavar="N", help="positions in a block (default: 16)"

@@ -67,11 +67,18 @@ class ModelFile:
 
 
 def make_stores(config: Config, n_blocks: int, options: argparse.Namespace) -> ModelStores:
-    """Stores for the model, of the block size and dtype that the options ask for. DemoError: no memory for them."""
-    size = options.block_size
+    """Stores for the model, of the block size and dtype that the options ask for, and of the memory if they say one.
+
+    Otherwise each has ``n_blocks`` of its own. DemoError: no memory for them, or less than a block of each takes.
+    """
+    size, dtype = options.block_size, options.kv_dtype
     try:
-        return ModelStores(config.layers, n_blocks, block_size=size, dtype=options.kv_dtype)
+        if options.memory:
+            return ModelStores.from_bytes(options.memory, config.layers, block_size=size, dtype=dtype)
+        return ModelStores(config.layers, n_blocks, block_size=size, dtype=dtype)
     except (MemoryError, ValueError) as error:
+        if options.memory:
+            raise DemoError(f"--memory: no stores with blocks of {size} positions fit: {error}") from error
         raise DemoError(f"{n_blocks} blocks of {size} positions: no memory for a store of that size") from error
 
 

@@ -29,7 +29,7 @@ def table(engine: Engine, scheduler: Scheduler, seconds: float, private: int) ->
     """
     counts, stores = scheduler.counts, scheduler.stores
     held = [
-        f"{peak} of {stores.total_blocks} ({len(group.layers)} layers that see "
+        f"{peak} of {group.store.total_blocks} ({len(group.layers)} layers that see "
         + ("everything)" if group.window is None else f"{group.window} positions)")
         for group, peak in zip(stores.groups, engine.peak_blocks, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
@@ -14,6 +14,8 @@ from pagedkv import ModelStores
 from pagedkv.shapes import LayerShape, layer_shapes
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from pagedkv._arrays import _DType
 
 
@@ -21,7 +23,8 @@ class PagedStores(ModelStores):
     """The blocks of a model, shared by everybody who generates with it: a store for each kind of layer.
 
     Most models have one. Models that mix full and sliding-window attention have one for each window, with
-    ``total_blocks`` blocks each; a block takes memory from its first use on.
+    ``total_blocks`` blocks each, or by `from_bytes` with a budget of bytes that all of them share; a block takes memory
+    from its first use on.
 
     Parameters
     ----------
@@ -81,6 +84,43 @@ class PagedStores(ModelStores):
         debug: bool = False,
     ) -> None:
         super().__init__(model, total_blocks, block_size=block_size, dtype=dtype, debug=debug)
+
+    @classmethod
+    def from_bytes(  # type: ignore[override, unused-ignore]  # a model, not its shapes
+        cls,
+        budget_bytes: SupportsIndex,
+        model: PreTrainedModel | PretrainedConfig,
+        *,
+        block_size: int = 16,
+        dtype: _DType = "float32",
+        debug: bool = False,
+        max_bytes: SupportsIndex | None = None,
+    ) -> Self:
+        """Stores that share ``budget_bytes``: `ModelStores.from_bytes`, of a model.
+
+        Parameters
+        ----------
+        budget_bytes : int
+            Bytes for K and V of all layers together.
+        model : PreTrainedModel or PretrainedConfig
+            As for the class.
+        block_size, dtype, debug : optional
+            As for the class.
+        max_bytes : int, optional
+            The most that `resize` may make of it: address space, which costs no memory. ``budget_bytes`` without it.
+
+        Returns
+        -------
+        PagedStores
+
+        Raises
+        ------
+        TypeError, ValueError, MemoryError
+            Not one block of each store fits; and as the class.
+        """
+        return super().from_bytes(
+            budget_bytes, cast(Any, model), block_size=block_size, dtype=dtype, debug=debug, max_bytes=max_bytes
+        )
 
     def _shapes_of(self, model: Any) -> tuple[LayerShape, ...]:
         config = model.config if isinstance(model, PreTrainedModel) else model
