@@ -191,7 +191,7 @@ def test_stores_of_a_budget_of_bytes():
     assert stores.can_ever_fit(120, chunk=8)  # 30 full blocks, and 7 seen, 8 new and 3 before: 5 windowed ones
     assert not stores.can_ever_fit(121, chunk=8)
     prompts = [[n % 50 for n in range(1, 100)], [3, 4, 5]]
-    tokens, options = {}, {"prefill_rows": 8, "max_new_tokens": 6, "eos_token_id": None}
+    tokens, options = {}, {"max_prefill_tokens": 8, "max_new_tokens": 6, "eos_token_id": None}
     for which in (PagedStores(model, 64, block_size=4), stores):
         tokens[which] = [
             (event.request, event.token)

@@ -66,11 +66,14 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step; returns the requests that got a token, their last."""
         started = time.perf_counter()
+        self._rows = ()
         sampled = self._scheduler.step(self._compute)
         seconds = time.perf_counter() - started
         for request in sampled:
             if request.finish_reason:
                 del self._choosers[request]
+        if not self._rows:  # all wait for a tier
+            return sampled
         if max(self._rows) > 1:
             self.prefill.tokens += sum(rows for rows in self._rows if rows > 1)
             self.prefill.seconds += seconds

@@ -15,6 +15,8 @@ class SchedulerCounts:
         Rows that went through the model.
     positions_reused : int
         Positions that were known when requests started for the first time.
+    positions_loaded : int
+        Those of them that a tier has brought.
     positions_missed : int
         Positions that were left to compute then: with those reused, all tokens of their prompts.
     positions_restored : int
@@ -40,6 +42,7 @@ class SchedulerCounts:
 
     positions_computed: int = 0
     positions_reused: int = 0
+    positions_loaded: int = 0
     positions_missed: int = 0
     positions_restored: int = 0
     positions_recomputed: int = 0

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import ModelSequence, PrefixHandle
+from pagedkv.serving.loading import Coming
 from pagedkv.serving.tokens import TokenIds
 
 
@@ -32,6 +33,8 @@ class Request:
         The K/V of the tokens that are computed so far.
     num_cached_tokens : int or None
         Positions that were known when it first started.
+    n_loaded : int
+        Those of them that a tier has brought.
     finish_reason : None, "stop", "length" or "cancelled"
         None as long as it waits or runs.
 
@@ -64,8 +67,10 @@ class Request:
         self.namespace = namespace
         self.sequence = sequence
         self.num_cached_tokens: int | None = None
+        self.n_loaded = 0
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self._handle = PrefixHandle()  # how far the prefix cache has been told of its sequence
+        self._coming: Coming | None = None  # from a tier
         self._awaited: tuple[Request, int] | None = None  # who computes its first so many tokens
 
     @property

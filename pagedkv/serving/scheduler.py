@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ from pagedkv._arrays import as_flag, as_size
 from pagedkv._keys import Tokens, as_count, as_namespace, as_share, as_stop_tokens, as_token_ids
 from pagedkv.serving.admission import has_room, is_about_to_be_known
 from pagedkv.serving.counts import SchedulerCounts
+from pagedkv.serving.loading import Tiered, check_tiered
 from pagedkv.serving.requests import Batch, Request
 from pagedkv.serving.tokens import TokenIds
+
+_POLL = 0.001  # seconds after which those that are loaded are looked at again, when nobody runs
 
 
 class _Lent(Step):
@@ -74,6 +78,10 @@ class Scheduler:
         The share of the stores' bytes, 0 to 1, that stays free or evictable when a request starts while others run:
         ``ceil(watermark * stores.total_blocks)`` blocks of each store. They grow into these, so that one that just fits
         is not preempted at its next block.
+    tiered : TieredPrefixes, optional
+        Of these stores' ``prefixes``. What a request begins with and memory does not know is loaded from its tier when
+        its turn comes: it waits for that, until the deadline, while the others go on. What is computed is stored when
+        the prompt is done, and when the request ends.
 
     Attributes
     ----------
@@ -84,7 +92,7 @@ class Scheduler:
     ------
     TypeError, ValueError
         No stores; ``max_running`` or ``max_prefill_tokens`` is no integer of at least 1; ``watermark`` no number from 0
-        to 1.
+        to 1; ``tiered`` is of other stores, or prefixes are not shared.
 
     Notes
     -----
@@ -115,6 +123,7 @@ class Scheduler:
         max_prefill_tokens: SupportsIndex = 256,
         share_prefixes: bool = True,
         watermark: float = 0.01,
+        tiered: Tiered | None = None,
     ) -> None:
         if not isinstance(stores, ModelStores):
             raise TypeError(f"stores: expected a ModelStores, got {type(stores).__name__}")
@@ -124,6 +133,11 @@ class Scheduler:
         self._max_running = as_size(max_running, "max_running", 1, sys.maxsize)
         self._max_prefill_tokens = as_size(max_prefill_tokens, "max_prefill_tokens", 1, sys.maxsize)
         self._share_prefixes = as_flag(share_prefixes, "share_prefixes")
+        if tiered is not None:
+            check_tiered(tiered, stores)
+            if not self._share_prefixes:
+                raise ValueError("tiered: expected None where prefixes are not shared, got one")
+        self._tiered = tiered
         # Ordered sets: nothing that a step does depends on how many wait.
         self._queue: OrderedDict[Request, None] = OrderedDict()
         self._running: OrderedDict[Request, None] = OrderedDict()
@@ -221,7 +235,8 @@ class Scheduler:
         compute : callable
             ``compute(batch, step)`` writes and attends in all layers of the open `pagedkv.Step` ``step``, and returns a
             token for each request of ``batch.sampled``. An exception leaves all requests as they were before the pass.
-            It is not called when there is nothing to compute.
+            It is not called when there is nothing to compute, or while all requests wait for a tier: then a step takes
+            a millisecond, and is to be called again.
 
         Returns
         -------
@@ -303,6 +318,8 @@ class Scheduler:
         while True:
             self._admit()
             if not self._running:
+                if self._tiered is not None and self._queue:
+                    time.sleep(_POLL)
                 return None
             batch = self._plan()
             step = _Lent(self.stores, [each.sequence for each in batch.requests], batch.query_lens)
@@ -368,6 +385,9 @@ class Scheduler:
             except Exception as error:
                 failure = error
             request.sequence.drop_unneeded()
+        if self._tiered is not None:
+            for request in batch.sampled:
+                self._store(request, self._tiered)
         for request in batch.sampled:
             if reason := request.end:
                 self._end(request, reason)
@@ -382,6 +402,13 @@ class Scheduler:
             ids, handle = request._ids[:n], request._handle
             self.stores.prefixes.insert(ids, sequence, namespace=request.namespace, handle=handle)
 
+    def _store(self, request: Request, tiered: Tiered) -> None:
+        """At the places where another request may go on: where it started, at its prompt's end, and at its own."""
+        ends = [request.num_cached_tokens or 0, request.n_prompt] if request.n_generated == 1 else []
+        for n in [*ends, request.sequence.seq_len] if request.end else ends:
+            if n:
+                tiered.store(request._ids[:n], namespace=request.namespace)
+
     # --- who runs ---
 
     def _admit(self) -> None:
@@ -394,12 +421,20 @@ class Scheduler:
             if request not in self._running and request.finish_reason is None:
                 if self._share_prefixes and is_about_to_be_known(self.stores, request, prefilling):
                     continue
+                if self._tiered is not None and self._is_loading(request, self._tiered):
+                    continue
                 if not self._start(request):
                     break  # it keeps its turn: a smaller one behind it must not overtake for ever
                 if request.n_pending > 1:
                     prefilling.append(request)
             self._queue.pop(request, None)
         self.counts.most_running = max(self.counts.most_running, len(self._running))
+
+    def _is_loading(self, request: Request, tiered: Tiered) -> bool:
+        """Once for each request: what has failed, or come too late, is not tried again."""
+        if request._coming is None:
+            request._coming = tiered.load(request._ids, namespace=request.namespace)
+        return not request._coming.is_done
 
     def _start(self, request: Request) -> bool:
         """Takes the blocks of what is to be computed; False if they are not free while others run."""
@@ -432,6 +467,9 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = n_cached
             counts.positions_reused += n_cached
+            if request._coming is not None:
+                request.n_loaded = min(request._coming.wait().tokens, n_cached)
+                counts.positions_loaded += request.n_loaded
             counts.positions_missed += request.n_pending
         else:
             counts.positions_restored += n_cached
@@ -459,6 +497,8 @@ class Scheduler:
         if request.finish_reason is None:
             request.finish_reason = reason
         self._admits = True
+        if request._coming is not None:
+            request._coming.cancel()
         request._release()
         self._queue.pop(request, None)
         self._running.pop(request, None)
