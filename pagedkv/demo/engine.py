@@ -72,9 +72,10 @@ class Engine:
         for request in sampled:
             if request.finish_reason:
                 del self._choosers[request]
-        if not self._rows:  # all wait for a tier
+        most = max(self._rows, default=0)
+        if not most:  # all wait for a tier
             return sampled
-        if max(self._rows) > 1:
+        if most > 1:
             self.prefill.tokens += sum(rows for rows in self._rows if rows > 1)
             self.prefill.seconds += seconds
         else:
