@@ -47,7 +47,7 @@ def test_a_second_start_computes_nothing_that_the_first_one_did(model):
         assert request.num_cached_tokens >= (len(prompt) - 1) // size * size
         assert request.n_loaded <= request.num_cached_tokens
     assert counts.positions_loaded == sum(request.n_loaded for request in requests)
-    assert requests[0].n_loaded == requests[0].n_reused > 0
+    assert requests[0].n_loaded == requests[0].num_cached_tokens > 0
     assert counts.positions_missed <= len(prompts) * size
     # A conversation goes on where the answer ended.
     third = over(model, tier)
@@ -69,12 +69,12 @@ def test_others_go_on_while_one_waits(model, method):
     while running.finish_reason is None:
         served.engine.step()
         assert waiting in served.scheduler.waiting
-        assert waiting.n_reused is None
+        assert waiting.num_cached_tokens is None
     assert running.generated == alone(model, other, 30)
     gate.go.set()
     run(served)
     assert waiting.generated == alone(model, prompt, 4)
-    assert waiting.n_loaded == waiting.n_reused >= 36
+    assert waiting.n_loaded == waiting.num_cached_tokens >= 36
     served.tiered.close()
 
 

@@ -53,7 +53,7 @@ class Engine:
         self._scheduler = scheduler
         self._stop_tokens = frozenset(stop_tokens)
         self._choosers: dict[Request, Callable[[F32], int]] = {}
-        self._rows: tuple[int, ...] = ()  # of the batch that was computed last, by request
+        self._rows: Sequence[int] = ()  # of the batch that was computed last, by request
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, choose: Callable[[F32], int] = greedy
@@ -66,7 +66,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step; returns the requests that got a token, their last."""
         started = time.perf_counter()
-        self._rows = ()
+        self._rows = list[int]()  # unless something is computed
         sampled = self._scheduler.step(self._compute)
         seconds = time.perf_counter() - started
         for request in sampled:
