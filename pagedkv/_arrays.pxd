@@ -5,6 +5,16 @@ from libc.stdint cimport int32_t
 
 from pagedkv._kernels.rows cimport RowFormat
 
+cdef extern from *:
+    """
+    /* Positions, lengths and widths stay below the first, so that sums of a few are far from overflow; rows of a batch,
+     * and lengths of sequences that somebody else counts, below the second, so that their bytes are. */
+    #define PAGEDKV_MAX_POSITIONS (PY_SSIZE_T_MAX / 4)
+    #define PAGEDKV_MAX_ROWS ((Py_ssize_t)1 << 40)
+    """
+    const Py_ssize_t MAX_POSITIONS "PAGEDKV_MAX_POSITIONS"
+    const Py_ssize_t MAX_ROWS "PAGEDKV_MAX_ROWS"
+
 # A whole number in [low, high]; TypeError or ValueError names it.
 cpdef Py_ssize_t as_size(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1
 # An index in [0, n); TypeError or IndexError names it.

@@ -7,8 +7,8 @@ them its own module says.
 from cpython.object cimport PyObject
 from libc.stdlib cimport calloc, free
 
-from pagedkv._arrays cimport as_size
-from pagedkv.sequence cimport MAX_POSITIONS, Fork, Group, Growth, PagedKvCache, stage
+from pagedkv._arrays cimport MAX_POSITIONS, as_size
+from pagedkv.sequence cimport Fork, Group, Growth, PagedKvCache, stage
 from pagedkv.store cimport PagedKvStore
 
 

@@ -36,10 +36,6 @@ class Room(NamedTuple):
     ever : int
         Positions, when everybody else has given back.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> import pagedkv
@@ -83,7 +79,7 @@ class PendingRequest:
     -----
     The values are checked by `plan_admission`, which names the request by its place.
 
-    Threads: a plain value, but for its ``cache``.
+    Threads: its ``cache`` belongs to one at a time.
 
     Examples
     --------
@@ -115,10 +111,6 @@ class Admission(NamedTuple):
         Blocks that are to be taken for it when it starts; of a model, in all stores together.
     num_cached_tokens : int
         Positions whose K/V is there already.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------

@@ -12,18 +12,17 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from pagedkv._arrays cimport (
-    as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count, check_apart, check_float32,
-    check_out, describe, empty_floats)
+    MAX_POSITIONS, MAX_ROWS, as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count,
+    check_apart, check_float32, check_out, describe, empty_floats)
 from pagedkv._groups cimport as_members
 from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
     AttendOptions, AttendPlan, HeadsView, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
 from pagedkv._kernels.simd cimport SIMD_F32
-from pagedkv.sequence cimport MAX_POSITIONS, PagedKvCache
+from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore, as_store
 
-cdef Py_ssize_t MAX_ROWS = 1 << 40
 cdef str KV_WANTED = "float32 [s, width] or [s, n_kv_heads, head_dim]"
 
 

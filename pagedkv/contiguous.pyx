@@ -4,13 +4,11 @@ cimport cython
 cimport numpy as cnp
 from libc.string cimport memcpy, memmove
 
-from pagedkv._arrays cimport RowLayout, as_format, as_native, as_rows, as_size, check_rows, describe, empty_rows
+from pagedkv._arrays cimport MAX_POSITIONS, RowLayout, as_format, as_native, as_rows, as_size, check_rows, describe, empty_rows
 from pagedkv._guard cimport enter_writer, leave_writer
 from pagedkv._kernels.rows cimport NOGIL_FROM
 
 from pagedkv.errors import KvPoolExhausted
-
-cdef Py_ssize_t MAX_SIZE = PY_SSIZE_T_MAX // 4  # sums of two stay far from overflow
 
 
 cdef class KvBlockPool:
@@ -53,8 +51,8 @@ cdef class KvBlockPool:
     """
 
     def __cinit__(self, block_size, total_blocks):
-        self.block_size = as_size(block_size, "block_size", 1, MAX_SIZE)
-        self.total_blocks = as_size(total_blocks, "total_blocks", 1, MAX_SIZE)
+        self.block_size = as_size(block_size, "block_size", 1, MAX_POSITIONS)
+        self.total_blocks = as_size(total_blocks, "total_blocks", 1, MAX_POSITIONS)
 
     @property
     def free_blocks(self):
@@ -74,7 +72,7 @@ cdef class KvBlockPool:
         TypeError, ValueError
             No integer, or fewer than the caches hold now. Nothing was changed.
         """
-        cdef Py_ssize_t total = as_size(total_blocks, "total_blocks", 1, MAX_SIZE)
+        cdef Py_ssize_t total = as_size(total_blocks, "total_blocks", 1, MAX_POSITIONS)
         cdef Py_ssize_t held
         with cython.critical_section(self):
             held = self.held
@@ -148,12 +146,12 @@ cdef class KvCache:
         self.set_empty(0, 0)
 
     def __init__(self, n_kv_heads, head_dim, *, v_head_dim=None):
-        cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
-        cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_SIZE)
-        cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_SIZE)
+        cdef Py_ssize_t heads = as_size(n_kv_heads, "n_kv_heads", 1, MAX_POSITIONS)
+        cdef Py_ssize_t k_dim = as_size(head_dim, "head_dim", 1, MAX_POSITIONS)
+        cdef Py_ssize_t v_dim = k_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 1, MAX_POSITIONS)
         for name, dim in (("head_dim", k_dim), ("v_head_dim", v_dim)):
-            if dim > MAX_SIZE // heads:
-                raise ValueError(f"{name}: expected at most {MAX_SIZE // heads} with {heads} heads, so that a row can be "
+            if dim > MAX_POSITIONS // heads:
+                raise ValueError(f"{name}: expected at most {MAX_POSITIONS // heads} with {heads} heads, so that a row can be "
                                  f"addressed, got {dim}")
         cdef RowLayout k_layout = RowLayout.of(as_format("float32"), heads, k_dim)
         cdef RowLayout v_layout = RowLayout.of(as_format("float32"), heads, v_dim)
@@ -194,7 +192,7 @@ cdef class KvCache:
         TypeError, ValueError, MemoryError
             As the class.
         """
-        cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_SIZE)
+        cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_POSITIONS)
         cdef KvCache cache = cls(n_kv_heads, head_dim, v_head_dim=v_head_dim)
         cache.check_made()
         enter_writer(cache, &cache.users)
@@ -234,7 +232,7 @@ cdef class KvCache:
         """
         if not isinstance(pool, KvBlockPool):
             raise TypeError(f"pool: expected a KvBlockPool, got {describe(pool)}")
-        cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_SIZE)
+        cdef Py_ssize_t n = as_size(max_seq_len, "max_seq_len", 0, MAX_POSITIONS)
         cdef KvCache cache = cls(n_kv_heads, head_dim, v_head_dim=v_head_dim)
         cdef Py_ssize_t size = (<KvBlockPool>pool).block_size
         cdef Py_ssize_t n_blocks = max(1, (n + size - 1) // size)
@@ -348,7 +346,7 @@ cdef class KvCache:
         RuntimeError
             In use by another call.
         """
-        cdef Py_ssize_t size = as_size(n, "n", 0, MAX_SIZE)
+        cdef Py_ssize_t size = as_size(n, "n", 0, MAX_POSITIONS)
         enter_writer(self, &self.users)
         cdef Py_ssize_t most = self.seq_len
         self.seq_len = min(size, most)

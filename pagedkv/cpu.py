@@ -28,10 +28,6 @@ class CpuInfo(NamedTuple):
     huge_pages : str
         When the system backs large memory by huge pages: "always", "madvise" (NumPy asks), "never", or "unknown".
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> import pagedkv

@@ -14,10 +14,6 @@ class PagedKvError(Exception):
     *args
         The message, as for every exception.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> import pagedkv
@@ -66,7 +62,7 @@ class PagedStoreExhausted(_Exhausted):
 
     Notes
     -----
-    Threads: a plain value, and ``free`` and ``evictable`` those of the moment when it was raised.
+    Threads: ``free`` and ``evictable`` those of the moment when it was raised.
 
     Examples
     --------
@@ -107,7 +103,7 @@ class KvPoolExhausted(_Exhausted):
 
     Notes
     -----
-    Threads: a plain value, and ``free`` that of the moment when it was raised.
+    Threads: ``free`` that of the moment when it was raised.
 
     Examples
     --------

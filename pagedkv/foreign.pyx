@@ -12,7 +12,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 from pagedkv._arrays cimport (
-    as_counts, as_format, as_ids, as_size, as_thread_count, check_apart, describe, empty_floats, empty_slots)
+    MAX_ROWS, as_counts, as_format, as_ids, as_size, as_thread_count, check_apart, describe, empty_floats, empty_slots)
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport AttendOptions, HeadsView, KvView, PlanShelf, QuerySpan, RowView, free_plans
 from pagedkv._kernels.rows cimport place_rows
@@ -22,7 +22,6 @@ from pagedkv.attention cimport Asked, as_options, read_heads, run
 
 import numpy as np
 
-cdef Py_ssize_t MAX_LENGTH = 1 << 40
 cdef Py_ssize_t MAX_BLOCK_SIZE = 1 << 31
 cdef object MAX_ID = 2**31 - 1
 
@@ -143,13 +142,13 @@ cdef class AttentionBatch:
                 raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {name}")
             self.kind = simd_dtype_number(name)
         self.n_threads = resolve_threads(0 if n_threads is None else as_thread_count(n_threads, "n_threads"))
-        lengths = as_counts(seq_lens, "seq_lens", -1, MAX_LENGTH)
+        lengths = as_counts(seq_lens, "seq_lens", -1, MAX_ROWS)
         self.n_seqs = lengths.shape[0]
-        queries = as_counts(query_lens, "query_lens", self.n_seqs, MAX_LENGTH)
+        queries = as_counts(query_lens, "query_lens", self.n_seqs, MAX_ROWS)
         if isinstance(block_tables, (list, tuple)) and indptr is None:
             tables, ends = chain_tables(block_tables)
         else:
-            ends = None if indptr is None else as_counts(indptr, "indptr", -1, MAX_LENGTH)
+            ends = None if indptr is None else as_counts(indptr, "indptr", -1, MAX_ROWS)
             if isinstance(block_tables, (list, tuple)):
                 block_tables = as_ids(block_tables, "block_tables", MAX_ID + 1)
             tables = as_integers(block_tables, "block_tables", tables_wanted(ends is not None))
@@ -225,7 +224,7 @@ cdef class AttentionBatch:
         k_rows = as_tensor(k, "k", "[n, n_kv_heads, head_dim]", bits, False)
         v_rows = as_tensor(v, "v", "[n, n_kv_heads, v_head_dim]", bits, False)
         if slots is not None:
-            places = as_counts(slots, "slots", -1, MAX_LENGTH)
+            places = as_counts(slots, "slots", -1, MAX_ROWS)
         self.begin_call()
         try:
             n_blocks = self.view_blocks(&kv, k_blocks, v_blocks, True)
@@ -374,8 +373,8 @@ cdef class AttentionBatch:
             self.spans[i].query_len = query_lens[i]
             self.spans[i].first_row = row
             row += query_lens[i]
-            if row > MAX_LENGTH:
-                raise ValueError(f"query_lens: expected at most {MAX_LENGTH} rows together")
+            if row > MAX_ROWS:
+                raise ValueError(f"query_lens: expected at most {MAX_ROWS} rows together")
         self.n_rows = row
         return 0
 

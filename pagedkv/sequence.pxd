@@ -2,15 +2,9 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint64_t
 
+from pagedkv._arrays cimport MAX_POSITIONS
 from pagedkv.contiguous cimport KvCache
 from pagedkv.store cimport PagedKvStore
-
-cdef extern from *:
-    """
-    /* Positions and lengths stay below this, so that sums of a few are far from overflow. */
-    #define PAGEDKV_MAX_POSITIONS (PY_SSIZE_T_MAX / 4)
-    """
-    const Py_ssize_t MAX_POSITIONS "PAGEDKV_MAX_POSITIONS"
 
 
 cdef inline Py_ssize_t blocks_for(Py_ssize_t n_positions, Py_ssize_t block_size) noexcept:

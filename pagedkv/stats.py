@@ -48,7 +48,7 @@ class StoreStats(NamedTuple):
 
     Notes
     -----
-    Threads: a plain value. Where other threads use the store, its fields may be of slightly different moments.
+    Threads: where other threads use the store, its fields may be of slightly different moments.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class GroupStats(NamedTuple):
 
     Notes
     -----
-    Threads: a plain value. Where other threads use the stores, its fields may be of slightly different moments.
+    Threads: where other threads use the stores, its fields may be of slightly different moments.
 
     Examples
     --------
@@ -146,7 +146,7 @@ class PrefixStats(NamedTuple):
 
     Notes
     -----
-    Threads: a plain value. Where other threads use the cache, its fields may be of slightly different moments.
+    Threads: where other threads use the cache, its fields may be of slightly different moments.
 
     Examples
     --------
@@ -192,10 +192,6 @@ class PrefixEvent(NamedTuple):
         Of a block that was stored; read-only.
     block : int
         The id of the store's block; -1 of what was cleared.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------
@@ -247,10 +243,6 @@ class KnownBlock(NamedTuple):
         As it was inserted, or higher.
     remaining : float or None
         Seconds for which it is not evicted; infinite for good, None without a term.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------

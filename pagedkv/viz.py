@@ -60,7 +60,7 @@ class BlockMap:
 
     Notes
     -----
-    Threads: a plain value. Where other threads use the store, what it shows of a block is right, of a moment.
+    Threads: where other threads use the store, what it shows of a block is right, of a moment.
 
     Examples
     --------

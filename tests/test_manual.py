@@ -144,6 +144,10 @@ def is_value(cls):
     return (inspect.isclass(cls) and issubclass(cls, (tuple, BaseException))) or hasattr(cls, "__dataclass_fields__")
 
 
+def is_frozen(cls):
+    return is_value(cls) and getattr(getattr(cls, "__dataclass_params__", None), "frozen", True)
+
+
 def is_made(thing):
     """By another one of the package, which is the page to look at."""
     return bool(re.search(r"`[\w.]+` makes it\.", thing.__doc__ or ""))
@@ -311,8 +315,10 @@ def test_it_says_what_it_returns_and_raises(name, method):
 
 @every_name
 def test_it_has_a_thread_rule_and_an_example(name):
+    """Of values that nobody changes there is nothing to say about threads."""
     page = Page(find(name))
-    assert re.search(r"^Threads: ", page.sections["Notes"], re.MULTILINE)
+    assert is_frozen(find(name)) or re.search(r"^Threads: ", page.sections["Notes"], re.MULTILINE)
+    assert "Threads: a plain value" not in page.text
     assert ">>> " in page.sections["Examples"]
 
 

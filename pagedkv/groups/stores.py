@@ -44,9 +44,6 @@ class LayerGroup:
         The model's numbers of these layers; the store counts them from 0 in this order.
     store : PagedKvStore
         Of all of them.
-    Notes
-    -----
-    Threads: a plain value, but for its store.
 
     Examples
     --------

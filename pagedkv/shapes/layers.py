@@ -21,10 +21,6 @@ class LayerShape:
     v_head_dim : int
         Values of a V head; 0, or not given: as many.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> from pagedkv.serving import LayerShape
@@ -104,10 +100,6 @@ class ModelShapes:
         What the model was made for, where that is known.
     is_latent : bool
         Whether K and V are expanded from a latent.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------

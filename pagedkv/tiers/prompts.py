@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import PagedKvCache, PagedStoreExhausted, PrefixCache
+from pagedkv._windows import first_needed
 from pagedkv.tiers.records import Chunk, KeySpace, RecordFormat, encode, room_for, what_is_wrong
 from pagedkv.tiers.saving_prefixes import hold
 from pagedkv.tiers.tier import Tier
@@ -58,7 +59,7 @@ class GroupRecords:
         """Those of the first n positions, which are whole blocks, that the next query sees."""
         space, size = self.space, self.space.format.chunk_tokens
         window, whole = space.format.window, n // size
-        seen = self.chunks[0 if window is None else max(n + 1 - window, 0) // size : whole]
+        seen = self.chunks[first_needed(window, n) // size : whole]
         return seen if n % size == 0 else [*seen, self._tail(n)]
 
     def _tail(self, n: int) -> Chunk:

@@ -54,10 +54,6 @@ class RecordFormat:
     group : int
         Which of the model's KV-cache groups it is.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> import pagedkv
@@ -183,10 +179,6 @@ class KeySpace:
     ------
     TypeError, ValueError
         An argument of a wrong kind, an empty ``model``.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------
@@ -385,10 +377,6 @@ class Chunk(NamedTuple):
     payload_bytes : int
         Bytes of its blocks.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> import pagedkv
@@ -457,7 +445,7 @@ class Record(NamedTuple):
 
     Notes
     -----
-    Threads: a plain value, of memory that is somebody's.
+    Threads: it looks at memory that is somebody's, who leaves it as it is meanwhile.
 
     Examples
     --------

@@ -52,10 +52,6 @@ class Saved(NamedTuple):
     nbytes : int
         Bytes of the file.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> from pagedkv.tiers import Saved

@@ -35,10 +35,6 @@ class Restored(NamedTuple):
     ended : str or None
         Why not all were: what was wrong with the next one, or "no room". None if they were.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> from pagedkv.tiers import Restored

@@ -46,10 +46,6 @@ class TierStats(NamedTuple):
     errors : int
         Calls of the system that failed.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> import tempfile
@@ -213,10 +209,6 @@ class Fetched(NamedTuple):
         Chunks that were loaded and are what was asked for, from the first on.
     wrong : str or None
         What was wrong with the next one, which was removed from the tier; None where it was not there.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------

@@ -49,10 +49,6 @@ class Loaded(NamedTuple):
         Why it did not bring all that the tier has: "deadline", "cancelled", "no room", "missing", "evicted", "error",
         "left alone" (the tier failed before), "busy", "dropped", "closed", or "wrong ..." of a record. None if it did.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> from pagedkv.tiers import Loaded
@@ -102,10 +98,6 @@ class TieredStats(NamedTuple):
         Loads and stores that ended in an exception of the tier.
     waiting : int
         Loads and stores that are not done yet, now.
-
-    Notes
-    -----
-    Threads: a plain value.
 
     Examples
     --------

@@ -39,10 +39,6 @@ class TokenEvent:
     finish_reason : None, "stop" or "length"
         Set with a request's last token: it is a stop token, or there are as many as were asked for.
 
-    Notes
-    -----
-    Threads: a plain value.
-
     Examples
     --------
     >>> from pagedkv.integrations.transformers import TokenEvent
