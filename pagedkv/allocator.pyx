@@ -70,7 +70,7 @@ cdef class ByteBudget:
 
     cdef void leave(self, BlockAllocator blocks) noexcept:
         cdef int i
-        if self.n_members == 1:  # it goes with its last member
+        if self.n_members <= 1:  # it goes with its last member; there was no memory to join
             return
         with cython.critical_section(self):
             self.account.used -= blocks.n_held() * blocks.block_bytes

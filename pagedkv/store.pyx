@@ -110,7 +110,8 @@ prefault=False, debug=False)\n--\n
         self.dtype = "float32"
 
     def __dealloc__(self):
-        self.budget.leave(self.blocks)
+        if self.budget is not None:  # there was memory to make one
+            self.budget.leave(self.blocks)
 
     def __init__(self, block_size, total_blocks, n_kv_heads, head_dim, *,
                  n_layers=1, v_head_dim=None, dtype="float32", prefault=False, debug=False):

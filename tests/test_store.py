@@ -2,12 +2,13 @@
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 
 import numpy as np
 import pytest
-from helpers import append, refused, rows, store_rows, store_state, unchanged, unsanitized
+from helpers import append, refused, rows, run_python, store_rows, store_state, unchanged, unsanitized
 
 import pagedkv
 
@@ -402,3 +403,57 @@ def test_sizes_cannot_be_changed(store):
     for name in ("block_size", "total_blocks", "n_layers", "k_width", "free_block_count", "dtype", "nbytes"):
         with pytest.raises(AttributeError):
             setattr(store, name, 1)
+
+
+@unsanitized
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_there_is_no_memory_to_make_is_not_made():
+    """Whatever a store, its books or a model's stores allocate first may fail: what was begun goes again."""
+    pytest.importorskip("_testcapi")
+    run_python("""
+        import _testcapi, os
+        import numpy as np
+        import pagedkv
+        from pagedkv import LayerShape, ModelStores, PagedKvStore
+
+        shapes, store = [LayerShape(None, 1, 2), LayerShape(8, 1, 3, 2)], PagedKvStore(4, 8, 1, 2)
+        k, v = np.zeros((2, 1, 4, 4, 1, 2), np.float32)
+        batch = [[1]], [4]
+        makers = [
+            lambda: PagedKvStore(4, 8, 1, 2),
+            lambda: PagedKvStore.__new__(PagedKvStore),
+            lambda: PagedKvStore.from_bytes(10000, 4, 1, 2, max_bytes=20000),
+            lambda: PagedKvStore.from_arrays(k, v),
+            lambda: ModelStores(shapes, 8),
+            lambda: ModelStores.from_bytes(10000, shapes),
+            lambda: pagedkv.PrefixCache(store),
+            lambda: pagedkv.PrefixHandle(),
+            lambda: pagedkv.PagedKvCache(),
+            lambda: pagedkv.KvCache(1, 2),
+            lambda: pagedkv.KvBlockPool(4, 8),
+            lambda: pagedkv.AttentionBatch(*batch, block_size=4),
+            lambda: store.fill(2),
+            lambda: store.pieces([]),
+        ]
+        for number, make in enumerate(makers):
+            for width in (1, 25):
+                refused = 0
+                for n in range(90):
+                    child = os.fork()
+                    if child == 0:
+                        made = make()
+                        del made
+                        status = 0
+                        _testcapi.set_nomemory(n, n + width)
+                        try:
+                            make()
+                        except (MemoryError, SystemError):  # NumPy leaves some unsaid
+                            status = 1
+                        finally:
+                            _testcapi.remove_mem_hooks()
+                        os._exit(status)
+                    status = os.waitpid(child, 0)[1]
+                    assert status in (0, 256), (number, width, n, status)
+                    refused += status == 256
+                assert refused, (number, width)
+    """)
