@@ -119,6 +119,26 @@ def test_little_room(model):
     assert served.scheduler.counts.positions_loaded > 0
 
 
+@pytest.mark.parametrize("n", [40, 28])
+def test_a_request_that_needs_what_is_being_stored_waits_for_it(model, n):
+    """At its start, or when it grows."""
+    gate = Gate({}, "store", 2)  # when it stores layers without a window
+    served = over(model, gate, n_blocks=11)
+    first = served.engine.submit(tokens(9, 1), 2)
+    while first.finish_reason is None:
+        served.engine.step()
+    assert gate.hangs.wait(LONG)
+    prompt = tokens(n, 2)
+    request = served.engine.submit(prompt, 44 - n)
+    for _ in range(200):
+        served.engine.step()
+    assert request.finish_reason is None
+    gate.go.set()
+    run(served)
+    assert request.generated == alone(model, prompt, 44 - n)
+    assert served.tiered.close(LONG)
+
+
 def test_what_is_refused(model):
     served, other = over(model, MemoryTier()), ModelStores(model.config.layers, 8)
     with pytest.raises(ValueError, match=r"^tiered: expected one of the prefixes of these stores"):

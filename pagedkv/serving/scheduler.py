@@ -331,7 +331,11 @@ class Scheduler:
                 return self._pass
             except PagedStoreExhausted:
                 if not self._preempt():
-                    raise
+                    if self._tiered is None or not self._tiered.is_busy:
+                        raise
+                    self._pass = None
+                    time.sleep(_POLL)
+                    return None
 
     def _plan(self) -> Batch:
         """How many tokens of which request the next pass computes."""
@@ -416,14 +420,19 @@ class Scheduler:
         if not self._queue or n_most <= 0 or (self._running and not self._admits):
             return
         prefilling = [request for request in self._running if request.n_pending > 1]
+        n_loading = 0  # blocks of each store for those that are loaded, or what comes would push out what has come
         for request in list(islice(self._queue, n_most)):
             # An interrupt may have left it in both, or when it was about to leave.
             if request not in self._running and request.finish_reason is None:
                 if self._share_prefixes and is_about_to_be_known(self.stores, request, prefilling):
                     continue
-                if self._tiered is not None and self._is_loading(request, self._tiered):
-                    continue
-                if not self._start(request):
+                if self._tiered is not None:
+                    if request._coming is None and not self._may_start(request, n_loading):
+                        break
+                    if self._is_loading(request, self._tiered):
+                        n_loading += self.stores.blocks_for(len(request.tokens), chunk=self._max_prefill_tokens)
+                        continue
+                if not self._start(request, n_loading):
                     break  # it keeps its turn: a smaller one behind it must not overtake for ever
                 if request.n_pending > 1:
                     prefilling.append(request)
@@ -436,12 +445,21 @@ class Scheduler:
             request._coming = tiered.load(request._ids, namespace=request.namespace)
         return not request._coming.is_done
 
-    def _start(self, request: Request) -> bool:
-        """Takes the blocks of what is to be computed; False if they are not free while others run."""
-        sequence, others = request.sequence, bool(self._running)
-        n_kept = math.ceil(self._watermark * self.stores.total_blocks) if others else 0
-        if not has_room(self.stores, request, self._max_prefill_tokens, self._share_prefixes, n_kept):
-            if others:
+    def _may_start(self, request: Request, n_loading: int) -> bool:
+        """Whether there is room beside those that run, and those that are loaded; for one that is alone there is."""
+        if not self._running and not n_loading:
+            return True
+        n_kept = math.ceil(self._watermark * self.stores.total_blocks) if self._running else 0
+        n_kept = min(n_kept + n_loading, self.stores.total_blocks)
+        return has_room(self.stores, request, self._max_prefill_tokens, self._share_prefixes, n_kept)
+
+    def _start(self, request: Request, n_loading: int) -> bool:
+        """Takes the blocks of what is to be computed; False if they are not free while others run or are loaded."""
+        sequence, others = request.sequence, bool(self._running or n_loading)
+        if not self._may_start(request, n_loading):
+            return False
+        if not others and not has_room(self.stores, request, self._max_prefill_tokens, self._share_prefixes, 0):
+            if self._tiered is not None and self._tiered.is_busy:
                 return False
             # Nobody runs who could give back. The stores are asked: their refusal says what is missing.
             sequence.reserve(request.n_pending, chunk=self._max_prefill_tokens)

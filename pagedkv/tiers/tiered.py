@@ -472,6 +472,11 @@ class TieredPrefixes:
         """
         return self._stores.wait(_as_seconds(timeout, "timeout"))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it loads or stores something now: then it holds blocks that are free or evictable a little later."""
+        return self._loads.doing is not None or self._stores.doing is not None
+
     def stats(self) -> TieredStats:
         """What was done so far: a `TieredStats`."""
         waiting = sum(worker.n_waiting + (worker.doing is not None) for worker in (self._loads, self._stores))
