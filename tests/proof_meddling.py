@@ -81,10 +81,10 @@ class Meddler:
         """And go on, into a block of its own if need be: what others may read stays as it is."""
         place, tokens, cache = self.world.places[0], self.draw.choice(self.texts), pagedkv.PagedKvCache()
         n = self.world.prefixes.attach(cache, [*tokens, END], namespace=self.namespace)
-        place.check_rows(cache.block_table.tolist(), tokens, 0, n, "what was attached")
+        place.check_rows(cache.block_table.tolist(), tokens, cache.first_position, n, "what was attached")
         if n < len(tokens):
             cache.push(self.world.store, *(side[:, 0] for side in place.kv_of(tokens, n, n + 1)))
-            place.check_rows(cache.block_table.tolist(), tokens, 0, n + 1, "what went on")
+            place.check_rows(cache.block_table.tolist(), tokens, cache.first_position, n + 1, "what went on")
         cache.release(self.world.store)
 
     def evict(self):
