@@ -91,6 +91,8 @@ def test_wrong_calls(store):
         (beams, np.array([0.0, 1.0]), TypeError, "parents"),
         (beams, None, TypeError, "parents"),
         (beams, 1, TypeError, "parents"),
+        (beams, np.array(0), TypeError, "parents"),
+        (beams, np.array([[0], [1]]), TypeError, "parents"),
         ([beams[0], beams[0]], [0, 0], ValueError, "caches"),
         ([beams[0], None], [0, 0], TypeError, "caches"),
         (None, [0], TypeError, "caches"),
