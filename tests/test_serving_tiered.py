@@ -3,6 +3,9 @@
 import time
 
 import pytest
+
+pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
+
 from serving_support import alone, load, run, server, tokens
 from test_tiered import LONG, Gate, MemoryTier
 

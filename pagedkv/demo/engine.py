@@ -12,6 +12,7 @@ from pagedkv import Step
 from pagedkv.demo.model import F32, Gemma3
 from pagedkv.demo.sampling import greedy
 from pagedkv.serving import Batch, Request, Scheduler
+from pagedkv.tiers import TieredPrefixes
 
 
 @dataclass
@@ -43,7 +44,9 @@ class Engine:
         The most K/V that sequences held.
     """
 
-    def __init__(self, model: Gemma3, scheduler: Scheduler, stop_tokens: Iterable[int]) -> None:
+    def __init__(
+        self, model: Gemma3, scheduler: Scheduler, stop_tokens: Iterable[int], tiered: TieredPrefixes | None = None
+    ) -> None:
         self.prefill = Work()
         self.decode = Work()
         self.attention_seconds = 0.0
@@ -51,9 +54,10 @@ class Engine:
         self.peak_bytes = 0
         self._model = model
         self._scheduler = scheduler
+        self._tiered = tiered
         self._stop_tokens = frozenset(stop_tokens)
         self._choosers: dict[Request, Callable[[F32], int]] = {}
-        self._rows: Sequence[int] = ()  # of the batch that was computed last, by request
+        self._n_prefilled = self._n_decoded = 0  # rows of the batch that was computed last
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, choose: Callable[[F32], int] = greedy
@@ -66,20 +70,17 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step; returns the requests that got a token, their last."""
         started = time.perf_counter()
-        self._rows = list[int]()  # unless something is computed
+        self._n_prefilled = self._n_decoded = 0  # unless something is computed
         sampled = self._scheduler.step(self._compute)
         seconds = time.perf_counter() - started
         for request in sampled:
             if request.finish_reason:
                 del self._choosers[request]
-        most = max(self._rows, default=0)
-        if not most:  # all wait for a tier
-            return sampled
-        if most > 1:
-            self.prefill.tokens += sum(rows for rows in self._rows if rows > 1)
+        if self._n_prefilled:
+            self.prefill.tokens += self._n_prefilled
             self.prefill.seconds += seconds
-        else:
-            self.decode.tokens += len(self._rows)
+        elif self._n_decoded:
+            self.decode.tokens += self._n_decoded
             self.decode.seconds += seconds
         return sampled
 
@@ -89,8 +90,10 @@ class Engine:
         self._choosers.pop(request, None)
 
     def close(self) -> None:
-        """Drops all requests and what is known; every block is free again."""
+        """Drops all requests and what is known, when the tier has stored it; every block is free again."""
         self._scheduler.close()
+        if self._tiered is not None:
+            self._tiered.close()
         self._scheduler.stores.prefixes.clear()
         self._choosers.clear()
 
@@ -104,7 +107,11 @@ class Engine:
 
         hidden: F32 = self._model.forward(batch.token_ids, np.array(batch.positions), attend)
         logits = self._model.logits(hidden[batch.logits_indices]) if batch.sampled else ()
-        self._rows = batch.query_lens
+        for request, n_rows in zip(batch.requests, batch.query_lens, strict=True):
+            if n_rows > 1 or not request.n_generated:
+                self._n_prefilled += n_rows
+            else:
+                self._n_decoded += n_rows
         stores = self._scheduler.stores
         in_use = [group.n_blocks_in_use for group in stores.groups]
         self.peak_blocks = list(map(max, self.peak_blocks, in_use))

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +97,10 @@ class GgufFile:
         except OSError as error:
             raise ModelFileError(error.strerror or str(error)) from error
         return cls(data)
+
+    def sha256(self) -> bytes:
+        """Of all its bytes, in hexadecimal digits."""
+        return sha256(self._data).hexdigest().encode()
 
     def read_into(
         self,

@@ -45,6 +45,10 @@ class ModelFile:
             if len(self.tokenizer) != self.config.vocabulary:
                 raise ModelFileError(f"{len(self.tokenizer)} tokens, but embeddings for {self.config.vocabulary}")
 
+    def identity(self) -> bytes:
+        """What tells the K and V that this model makes from any other's."""
+        return b"pagedkv demo " + self.id.encode("utf-8", "surrogateescape") + b" sha256 " + self._file.sha256()
+
     def load(self) -> Gemma3:
         """Reads the weights, in some seconds."""
         total = sum(tensor.n_bytes for tensor in self._file.tensors.values())

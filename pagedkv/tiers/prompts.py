@@ -97,26 +97,27 @@ class GroupRecords:
 
     def load(self, tier: Tier, n: int) -> Iterator[Moved]:
         """Bring what was found of the first n positions, record by record, each of which is known when it is there."""
-        store, size, name = self.prefixes.store, self.space.format.block_size, self.space.namespace
-        held: list[int] = []
+        size = self.space.format.block_size
+        there = hold(self.prefixes, self.ids[:n], self.space.namespace)
+        held = [block for block in there if block >= 0]
         try:
-            n_there = 0
-            if self.space.format.window is None:
-                held = hold(self.prefixes, self.ids[:n], name)
-                n_there = len(held) * size
-            for chunk in self.found or ():
+            found = self.found or []
+            for i, chunk in enumerate(found):
                 start, end = chunk.first_position, chunk.first_position + chunk.n_tokens
-                if end <= n_there or start >= n:
+                known = there[start // size : end // size]
+                if start >= n or (len(known) * size == chunk.n_tokens and min(known) >= 0):
                     continue
                 blocks, wrong = self._load(tier, chunk)
                 held += blocks
                 if wrong is None and not self._know(start, end, blocks):
                     wrong = "evicted"
+                if wrong is not None and wrong.startswith("wrong "):
+                    tier.remove([each.key for each in found[i:]])  # what follows is of no use without it
                 yield Moved(chunk.nbytes, wrong)
                 if wrong is not None:
                     return
         finally:
-            store.release(held)
+            self.prefixes.store.release(held)
 
     def _load(self, tier: Tier, chunk: Chunk) -> tuple[list[int], str | None]:
         """The blocks of a record, which are the caller's; or what was wrong with it.
@@ -147,7 +148,6 @@ class GroupRecords:
             raise
         if wrong is not None:
             store.release(blocks)
-            tier.remove([chunk.key])
             return [], f"wrong {wrong}"
         return blocks, None
 

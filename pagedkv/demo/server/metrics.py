@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from pagedkv import LayerGroup
 from pagedkv.serving import Scheduler
+from pagedkv.tiers import TieredPrefixes, TieredStats
 
 OUTCOMES = ("stop", "length", "cancelled", "failed", "refused", "overloaded", "shutdown")
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -29,7 +30,7 @@ class Metrics:
         Seconds until a request's first token, and from each token to the next.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, tiered: TieredPrefixes | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         requests = Counter(
             "pagedkv_requests", "Continuations that have ended, and requests that were refused.", ["outcome"],
@@ -45,7 +46,7 @@ class Metrics:
         self.next_token = Histogram(
             "pagedkv_time_per_token_seconds", "From a token to the next.", buckets=_NEXT, registry=registry
         )
-        registry.register(_State(scheduler))
+        registry.register(_State(scheduler, tiered))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The text of all metrics, and its content type, in the format that the `Accept` header prefers."""
@@ -56,8 +57,9 @@ class Metrics:
 class _State(Collector):
     """Read when asked for; scheduler and stores keep count by themselves."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, tiered: TieredPrefixes | None) -> None:
         self._scheduler = scheduler
+        self._tiered = tiered
 
     def collect(self) -> Iterator[Metric]:
         counts = self._scheduler.counts
@@ -78,6 +80,8 @@ class _State(Collector):
         yield CounterMetricFamily(
             "pagedkv_recomputed_tokens", "Tokens that were left to compute once more then.", counts.positions_recomputed
         )
+        if self._tiered is not None:
+            yield from _tier(self._tiered.stats(), counts.positions_loaded)
         blocks = GaugeMetricFamily("pagedkv_blocks", "Blocks of each store by state.", labels=["store", "state"])
         evicted = CounterMetricFamily("pagedkv_blocks_evicted", "Blocks forgotten for others.", labels=["store"])
         for number, group in enumerate(self._scheduler.stores.groups):
@@ -93,3 +97,22 @@ def _states(group: LayerGroup) -> dict[str, int]:
     """Blocks that are free, that only the prefix cache holds, and that sequences hold."""
     store = group.store
     return {"free": store.free_block_count, "evictable": store.evictable_block_count, "held": group.n_blocks_in_use}
+
+
+def _tier(stats: TieredStats, n_loaded: int) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "pagedkv_tier_loaded_tokens", "Tokens whose K/V the tier had when a request started.", n_loaded
+    )
+    for name, what in (
+        ("loaded_bytes", "Bytes that were loaded."),
+        ("load_seconds", "Time that loading took."),
+        ("stored_bytes", "Bytes that were stored."),
+        ("store_seconds", "Time that storing took."),
+        ("corrupt", "Records that were not what they were asked for as."),
+        ("refused", "Records that the tier did not take."),
+        ("late", "Loads that had not ended at their deadline."),
+        ("skipped", "Loads that were not tried."),
+        ("dropped", "Prompts that were not stored."),
+        ("errors", "Loads and stores that failed."),
+    ):
+        yield CounterMetricFamily(f"pagedkv_tier_{name}", what, getattr(stats, name))

@@ -16,6 +16,7 @@ from pagedkv.demo.server.app import make_app
 from pagedkv.demo.server.completion import Service
 from pagedkv.demo.server.metrics import Metrics
 from pagedkv.demo.server.worker import Worker
+from pagedkv.demo.tier import tier_of
 from pagedkv.serving import Scheduler
 
 _DEFAULT_BLOCKS = 1024
@@ -27,35 +28,40 @@ def run(options: argparse.Namespace) -> int:
     with _bind(options.host, options.serve) as listener:
         file = ModelFile(options.model)
         stores = make_stores(file.config, options.blocks or _DEFAULT_BLOCKS, options)
-        scheduler = Scheduler(stores, share_prefixes=not options.no_share)
-        metrics = Metrics(scheduler)
-        engine = Engine(file.load(), scheduler, file.tokenizer.stop_tokens)
-        worker = Worker(engine, scheduler, file.tokenizer.stop_tokens, metrics, options.max_queue)
-        service = Service(
-            model_id=file.id,
-            context_length=file.config.context_length,
-            max_tokens=options.max_tokens,
-            tokenizer=file.tokenizer,
-            scheduler=scheduler,
-            worker=worker,
-            metrics=metrics,
-        )
-        del file  # the quantised bytes
-        # The server repeats a signal when it has ended. SIGTERM has then been heard; a background process may have
-        # been started without Ctrl-C, which ends the server all the same.
-        before = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: None),
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-        }
-        try:
-            Server(service, f"{service.model_id} on {_url(listener)}").run(sockets=[listener])
-        finally:
-            worker.stop()
-            worker.join()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with tier_of(options, file, stores) as tiered:
+            scheduler = Scheduler(stores, share_prefixes=not options.no_share, tiered=tiered)
+            metrics = Metrics(scheduler, tiered)
+            engine = Engine(file.load(), scheduler, file.tokenizer.stop_tokens, tiered)
+            worker = Worker(engine, scheduler, file.tokenizer.stop_tokens, metrics, options.max_queue)
+            service = Service(
+                model_id=file.id,
+                context_length=file.config.context_length,
+                max_tokens=options.max_tokens,
+                tokenizer=file.tokenizer,
+                scheduler=scheduler,
+                worker=worker,
+                metrics=metrics,
+            )
+            del file  # the quantised bytes
+            _serve(service, listener)
     say("ended; all blocks were given back")
     return 0
+
+
+def _serve(service: Service, listener: socket.socket) -> None:
+    # The server repeats a signal when it has ended. SIGTERM has then been heard; a background process may have
+    # been started without Ctrl-C, which ends the server all the same.
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: None),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    try:
+        Server(service, f"{service.model_id} on {_url(listener)}").run(sockets=[listener])
+    finally:
+        service.worker.stop()
+        service.worker.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Server(uvicorn.Server):
