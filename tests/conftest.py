@@ -19,6 +19,18 @@ for _name, _max_examples in (("quick", 50), ("default", 250), ("ci", 1000), ("lo
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(config, items):
+    """What takes long is left out, unless PAGEDKV_LONG is set, as CI does, or `-m long` asks for it."""
+    if os.environ.get("PAGEDKV_LONG") or "long" in config.getoption("-m"):
+        return
+    kept, left_out = [], []
+    for item in items:
+        (left_out if item.get_closest_marker("long") else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
 @pytest.fixture
 def store():
     """Two heads, blocks of four rows, K wider than V, with every unwritten row NaN."""

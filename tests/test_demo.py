@@ -94,6 +94,7 @@ def test_alone(model, case):
     assert serve(model, [case]).most_running == 1
 
 
+@pytest.mark.long
 def test_all_at_once(model):
     assert serve(model, CASES, share=False).most_running == len(CASES)
 
@@ -106,6 +107,7 @@ def test_with_shared_prefixes(model):
     assert counts.most_running == 2 * len(CASES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("block_size", "n_blocks"), [(16, 53), (7, 122)])
 def test_with_a_store_so_small_that_requests_queue(model, block_size, n_blocks):
     """The blocks are just what the longest request needs."""
@@ -113,6 +115,7 @@ def test_with_a_store_so_small_that_requests_queue(model, block_size, n_blocks):
     assert counts.most_running < len(CASES) or counts.preemptions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 def test_over_narrower_kv(model, dtype):
     """The halves are near enough for the same tokens at first, float16 for all of them; int8 for some prompts."""
@@ -123,6 +126,7 @@ def test_over_narrower_kv(model, dtype):
     assert any(got == ids for got, ids in zip(tokens, golden, strict=True))
 
 
+@pytest.mark.long
 def test_the_command(tmp_path):
     """As a user starts it, checked by itself; the texts alone are on standard output."""
     command = [sys.executable, "-m", "pagedkv", "demo", "--max-tokens", "4", "--verify"]

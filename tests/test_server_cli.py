@@ -193,6 +193,7 @@ def test_the_pages_curl_commands_run(real):
         assert "text_completion" in done.stdout or "pagedkv_" in done.stdout
 
 
+@pytest.mark.long
 def test_the_real_model_says_over_http_what_it_says_elsewhere(real):
     cases = json.loads((Path(__file__).parent / "data" / "gemma3_270m_golden.json").read_text())["cases"]
     case = min(cases, key=lambda case: len(case["prompt_ids"]))

@@ -233,10 +233,15 @@ def test_a_pass_that_is_ended_inside_its_block():
 
 
 INTERRUPTED = ["_compute", "_remember", "drop_unneeded", "_start", "_open"]
-MOVING = ["_admit", "_preempt", "_end", "_settle", "_carry_out", "release"]  # what moves a request: every line
+MOVING = ["_admit", "_preempt", "_end", "_settle", "_carry_out", "release"]  # what moves a request
 
 
-@pytest.mark.parametrize(("function", "stride"), [(name, 5) for name in INTERRUPTED] + [(name, 1) for name in MOVING])
+@pytest.mark.parametrize(
+    ("function", "stride"),
+    [(name, 17) for name in INTERRUPTED + MOVING]
+    + [pytest.param(name, 5, marks=pytest.mark.long) for name in INTERRUPTED]
+    + [pytest.param(name, 1, marks=pytest.mark.long) for name in MOVING],  # every line
+)
 def test_an_interrupt_anywhere_in_a_function(function, stride):
     """At one line after the other that the function runs: the requests go on, and get what they would have got."""
     n_hits = 0
@@ -273,7 +278,7 @@ def test_an_interrupt_anywhere_in_a_function(function, stride):
         if left[0] > 0:
             break
         n_hits += 1
-    assert n_hits > 1
+    assert n_hits > 0
 
 
 # --- what is known ---

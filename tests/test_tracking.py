@@ -138,6 +138,7 @@ def test_counts_are_kept_by_version_and_environment(scripts, tmp_path, monkeypat
     assert instructions.main(options) == 2
 
 
+@pytest.mark.long
 @unsanitized
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
 def test_instructions_are_counted(scripts, trees):
