@@ -34,7 +34,10 @@ FILES = {
         "pagedkv.shapes.layers",
     ],
     "pagedkv.tiers": [
-        f"pagedkv.tiers.{part}" for part in ("files", "records", "saving", "saving_prefixes", "tier", "tiered")
+        f"pagedkv.tiers.{part}"
+        for part in (
+            "counts", "files", "keys", "loading", "records", "saving", "saving_prefixes", "tier", "tiered",
+        )
     ],
     "pagedkv.integrations.torch": ["pagedkv.integrations.torch"],
     "pagedkv.integrations.vllm": ["pagedkv.integrations.vllm"],

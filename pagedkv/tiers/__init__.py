@@ -16,12 +16,15 @@ Examples
 1
 """
 
+from pagedkv.tiers.counts import TieredStats
 from pagedkv.tiers.files import FileTier
-from pagedkv.tiers.records import Chunk, KeySpace, Record, RecordFormat, encode, room_for, what_is_wrong
+from pagedkv.tiers.keys import Chunk, KeySpace, RecordFormat
+from pagedkv.tiers.loading import Loaded, Loading
+from pagedkv.tiers.records import Record, encode, room_for, what_is_wrong
 from pagedkv.tiers.saving import Saved, restore_sequence, save_sequence
 from pagedkv.tiers.saving_prefixes import Restored, restore_prefixes, save_prefixes
 from pagedkv.tiers.tier import Fetched, Tier, TierStats, fetch
-from pagedkv.tiers.tiered import Loaded, Loading, TieredPrefixes, TieredStats
+from pagedkv.tiers.tiered import TieredPrefixes
 
 __all__ = [
     "Chunk",

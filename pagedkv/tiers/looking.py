@@ -9,7 +9,8 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from pagedkv.tiers.files import check_folder
-from pagedkv.tiers.records import CHUNK, DESCRIPTION, HEADER_BYTES, KeySpace, crc32, head_is_whole, read_header
+from pagedkv.tiers.keys import CHUNK, HEADER_BYTES, KeySpace
+from pagedkv.tiers.records import DESCRIPTION, crc32, head_is_whole, read_header
 from pagedkv.tiers.segments import START_BYTES, OpenFiles, Place, Segment, is_locked, own_files
 
 

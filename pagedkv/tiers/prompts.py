@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,9 @@ import numpy.typing as npt
 
 from pagedkv import PagedKvCache, PagedStoreExhausted, PrefixCache
 from pagedkv._windows import first_needed
-from pagedkv.tiers.records import Chunk, KeySpace, RecordFormat, encode, room_for, what_is_wrong
+from pagedkv.tiers.arguments import within
+from pagedkv.tiers.keys import Chunk, KeySpace, RecordFormat
+from pagedkv.tiers.records import encode, room_for, what_is_wrong
 from pagedkv.tiers.saving_prefixes import hold
 from pagedkv.tiers.tier import Tier
 
@@ -40,11 +41,7 @@ def formats_of(prefixes: PrefixCache) -> list[RecordFormat]:
 
 def find(tier: Tier, chunks: Sequence[Chunk]) -> int:
     """How many a tier says it has, from the first on; whatever it says, it is one of the answers that there are."""
-    return _within(tier.find([chunk.key for chunk in chunks]), len(chunks)) if chunks else 0
-
-
-def _within(n: int, most: int) -> int:
-    return min(max(operator.index(n), 0), most)
+    return within(tier.find([chunk.key for chunk in chunks]), len(chunks)) if chunks else 0
 
 
 class GroupRecords:
@@ -131,7 +128,7 @@ class GroupRecords:
             return [], "no room"
         try:
             into = room_for(chunk, filling.views)
-            if not _within(tier.load([chunk.key], [into]), 1):
+            if not within(tier.load([chunk.key], [into]), 1):
                 return [], "missing"
             head = memoryview(bytes(into[0]))
             try:
@@ -202,7 +199,7 @@ class GroupRecords:
                     start = chunk.first_position // size - first
                     with store.pieces(held[start : start + -(-chunk.n_tokens // size)]) as pieces:
                         record = encode(chunk, pieces.views)
-                        was_stored = _within(tier.store([record]), 1)
+                        was_stored = within(tier.store([record]), 1)
                     yield Moved(chunk.nbytes, None if was_stored else "refused")
                     if not was_stored:
                         return

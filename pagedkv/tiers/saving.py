@@ -18,14 +18,10 @@ import numpy.typing as npt
 from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted
 from pagedkv._keys import Tokens, as_token_ids
 from pagedkv.stats import with_field_docs
+from pagedkv.tiers.keys import HEADER_BYTES, LEFT_BEHIND, Chunk, KeySpace, RecordFormat
 from pagedkv.tiers.records import (
     DESCRIPTION,
-    HEADER_BYTES,
-    LEFT_BEHIND,
-    Chunk,
     Header,
-    KeySpace,
-    RecordFormat,
     encode,
     encode_description,
     head_is_whole,

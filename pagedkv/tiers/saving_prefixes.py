@@ -13,7 +13,8 @@ import numpy.typing as npt
 from pagedkv import PrefixCache
 from pagedkv._keys import as_namespace
 from pagedkv.stats import with_field_docs
-from pagedkv.tiers.records import DESCRIPTION, Chunk, KeySpace, RecordFormat, encode_description
+from pagedkv.tiers.keys import Chunk, KeySpace, RecordFormat
+from pagedkv.tiers.records import DESCRIPTION, encode_description
 from pagedkv.tiers.saving import FileReader, FileWriter, Path, Progress, Saved, extend
 from pagedkv.tiers.segments import START_BYTES
 

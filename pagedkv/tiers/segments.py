@@ -16,7 +16,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pagedkv.tiers.records import HEADER_BYTES, Record, encode_description, head_is_whole, read_header
+from pagedkv.tiers.keys import HEADER_BYTES
+from pagedkv.tiers.records import Record, encode_description, head_is_whole, read_header
 
 try:
     import fcntl

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from pagedkv.stats import with_field_docs
-from pagedkv.tiers.records import Chunk, Record, what_is_wrong
+from pagedkv.tiers.arguments import as_chunk, as_list, as_rooms, check_tier, within
+from pagedkv.tiers.keys import Chunk
+from pagedkv.tiers.records import Record, what_is_wrong
 
 
 @with_field_docs
@@ -239,8 +241,8 @@ def fetch(tier: Tier, chunks: Sequence[Chunk], into: Sequence[Sequence[memoryvie
 
     Raises
     ------
-    ValueError
-        The tier is closed, or ``into`` is not as long as ``chunks``.
+    TypeError, ValueError
+        An argument of a wrong kind; ``into`` is not as long as ``chunks``; the tier is closed.
 
     Notes
     -----
@@ -258,12 +260,13 @@ def fetch(tier: Tier, chunks: Sequence[Chunk], into: Sequence[Sequence[memoryvie
     ...     fetch(tier, [chunk], [room_for(chunk, [memoryview(loaded)])]), loaded[:3]
     (Fetched(n=1, wrong=None), bytearray(b'KKK'))
     """
-    if len(into) != len(chunks):
-        raise ValueError(f"into: expected room for {len(chunks)} chunks, got {len(into)}")
-    n = tier.load([chunk.key for chunk in chunks], into)
-    for i in range(min(n, len(chunks))):
-        wrong = what_is_wrong(chunks[i], into[i])
+    check_tier(tier)
+    asked = [as_chunk(chunk, f"chunks[{i}]") for i, chunk in enumerate(as_list(chunks, "chunks", "several chunks"))]
+    rooms = as_rooms(into, len(asked), "chunks")
+    n = within(tier.load([chunk.key for chunk in asked], rooms), len(asked))
+    for i in range(n):
+        wrong = what_is_wrong(asked[i], rooms[i])
         if wrong is not None:
-            tier.remove([chunks[i].key])
+            tier.remove([asked[i].key])
             return Fetched(i, wrong)
-    return Fetched(min(n, len(chunks)), None)
+    return Fetched(n, None)

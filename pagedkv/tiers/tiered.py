@@ -1,7 +1,7 @@
 """TieredPrefixes: a prefix cache, and a tier behind it.
 
-    load     what a prompt begins with and memory does not know comes from the tier, on a thread, until a deadline
-    store    what is known goes to the tier, on another thread, so that neither waits for the other
+    loading    what a prompt begins with and memory does not know comes from the tier, on a thread, until a deadline
+    storing    what is known goes to the tier, on another thread, so that neither waits for the other
 
 Nobody waits for a tier longer than the deadline says, whatever the tier does. What comes from it is known only when it
 was compared with what was asked for.
@@ -11,184 +11,21 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
 from types import TracebackType
-from typing import NamedTuple, SupportsIndex
-
-import numpy as np
+from typing import SupportsIndex
 
 from pagedkv import ModelSequence, PagedKvCache, PrefixCache
 from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_namespace, as_token_ids, as_ttl
-from pagedkv.stats import with_field_docs
-from pagedkv.tiers.prompts import GroupRecords, Ids, formats_of, longest
-from pagedkv.tiers.records import KeySpace, RecordFormat
+from pagedkv.tiers.arguments import as_seconds, check_tier
+from pagedkv.tiers.counts import Counts, TieredStats
+from pagedkv.tiers.keys import KeySpace, RecordFormat
+from pagedkv.tiers.loading import Loader, Loading
+from pagedkv.tiers.prompts import GroupRecords, Ids, formats_of
+from pagedkv.tiers.storing import Storer
 from pagedkv.tiers.tier import Tier
-from pagedkv.tiers.worker import Patience, Worker
-
-_MOST_COUNTED = 2**16  # blocks of which is known how often they were asked for
-_SLICE = 0.05  # seconds after which one that waits looks whether it was cancelled
-
-
-@with_field_docs
-class Loaded(NamedTuple):
-    """What `Loading.wait` returns: a named tuple.
-
-    Attributes
-    ----------
-    tokens : int
-        Positions that can be reused now, and could not before.
-    nbytes : int
-        Bytes of the records that were loaded for it, of all groups.
-    seconds : float
-        From the beginning, or until now where it goes on.
-    ended : str or None
-        Why it did not bring all that the tier has: "deadline", "cancelled", "no room", "missing", "evicted", "error",
-        "left alone" (the tier failed before), "busy", "dropped", "closed", or "wrong ..." of a record. None if it did.
-
-    Examples
-    --------
-    >>> from pagedkv.tiers import Loaded
-    >>> Loaded(16, 4096, 0.01, None).tokens
-    16
-    """
-
-    tokens: int
-    nbytes: int
-    seconds: float
-    ended: str | None
-
-
-@with_field_docs
-class TieredStats(NamedTuple):
-    """What `TieredPrefixes.stats` returns: a named tuple of counts, since it was made unless it says now.
-
-    Attributes
-    ----------
-    hits : int
-        Positions that came from the tier, and can be reused by all groups.
-    misses : int
-        Positions of whole blocks that were asked for, and came from neither memory nor the tier.
-    loaded : int
-        Records that were loaded.
-    loaded_bytes : int
-        Their bytes.
-    load_seconds : float
-        The time it took, looking for them included.
-    stored : int
-        Records that were stored.
-    stored_bytes : int
-        Their bytes.
-    store_seconds : float
-        The time it took.
-    corrupt : int
-        Records that were not what they were asked for as.
-    refused : int
-        Records that the tier did not take.
-    late : int
-        Loads that had not ended at their deadline.
-    skipped : int
-        Loads that were not tried, since the tier hung, had failed, or too many waited.
-    dropped : int
-        Prompts that were not stored for the same reasons.
-    errors : int
-        Loads and stores that ended in an exception of the tier.
-    waiting : int
-        Loads and stores that are not done yet, now.
-
-    Examples
-    --------
-    >>> from pagedkv.tiers import TieredStats
-    >>> TieredStats().hits
-    0
-    """
-
-    hits: int = 0
-    misses: int = 0
-    loaded: int = 0
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0
-    stored: int = 0
-    stored_bytes: int = 0
-    store_seconds: float = 0.0
-    corrupt: int = 0
-    refused: int = 0
-    late: int = 0
-    skipped: int = 0
-    dropped: int = 0
-    errors: int = 0
-    waiting: int = 0
-
-
-class Loading:
-    """A prompt's beginning on its way from a tier to memory. `TieredPrefixes.load` makes it.
-
-    Attributes
-    ----------
-    deadline : float
-        When it is over at the latest, as `time.monotonic` counts.
-
-    Notes
-    -----
-    Threads: any number.
-
-    Examples
-    --------
-    >>> import tempfile, pagedkv
-    >>> from pagedkv.tiers import FileTier, TieredPrefixes
-    >>> prefixes = pagedkv.PrefixCache(pagedkv.PagedKvStore(4, 8, n_kv_heads=1, head_dim=2))
-    >>> with tempfile.TemporaryDirectory() as folder, FileTier(folder, max_bytes=2**30) as tier:
-    ...     with TieredPrefixes(prefixes, tier, model=b"a model") as tiered:
-    ...         tiered.load(range(20)).wait().tokens           # nobody has stored it
-    0
-    """
-
-    def __init__(self, ids: Ids, namespace: bytes | None, n_known: int, deadline: float) -> None:
-        self.deadline = deadline
-        self._ids, self._namespace, self._n_known = ids, namespace, n_known
-        self._started = time.monotonic()
-        self._tokens = self._nbytes = 0
-        self._result: Loaded | None = None
-        self._has_ended = threading.Event()
-        self._is_cancelled = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nobody need wait for it any more: it has ended, was cancelled, or its deadline has passed."""
-        return self._result is not None or self._is_cancelled or time.monotonic() >= self.deadline
-
-    def wait(self) -> Loaded:
-        """Wait until it is done, and say what has come: a `Loaded`."""
-        while not self.is_done:
-            self._has_ended.wait(max(min(self.deadline - time.monotonic(), _SLICE), 0))
-        if self._result is not None:
-            return self._result
-        return self._so_far("cancelled" if self._is_cancelled else "deadline")
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more. What has come stays, and no more comes than what is being read."""
-        self._is_cancelled = True
-
-    def _so_far(self, ended: str | None) -> Loaded:
-        return Loaded(self._tokens, self._nbytes, time.monotonic() - self._started, ended)
-
-    def _end(self, ended: str | None) -> None:
-        self._result = self._so_far(ended)
-        self._has_ended.set()
-
-    def __repr__(self) -> str:
-        return f"Loading({len(self._ids)} tokens, {'done' if self.is_done else 'running'})"
-
-
-class _Known(NamedTuple):
-    """A beginning that is known, or that was asked for."""
-
-    ids: Ids
-    namespace: bytes | None
-    was_asked_for: bool
 
 
 class TieredPrefixes:
@@ -269,33 +106,27 @@ class TieredPrefixes:
     ) -> None:
         if not isinstance(prefixes, PrefixCache):
             raise TypeError(f"prefixes: expected a PrefixCache, got {type(prefixes).__name__}")
-        for name in ("find", "load", "store", "remove"):
-            if not callable(getattr(tier, name, None)):
-                raise TypeError(f"tier: expected one with a method {name}, got {type(tier).__name__}")
+        check_tier(tier)
         self.prefixes = prefixes
         self.tier = tier
         self._formats = formats_of(prefixes)
         self._model = KeySpace(self._formats[0], model).model
         self._by_block = RecordFormat.of(prefixes.store, chunk_blocks=1)
-        self._from_use = as_size(from_use, "from_use", 1, 2**31 - 1)
-        self._deadline = _as_seconds(deadline, "deadline")
-        self._token_seconds = math.inf if token_seconds is None else _as_seconds(token_seconds, "token_seconds")
+        from_use = as_size(from_use, "from_use", 1, 2**31 - 1)
+        self._deadline = as_seconds(deadline, "deadline")
+        self._token_seconds = math.inf if token_seconds is None else as_seconds(token_seconds, "token_seconds")
         most = as_size(max_waiting, "max_waiting", 1, 2**31 - 1)
-        self._loads: Worker[Loading] = Worker(self._load, most, "pagedkv-load")
-        self._stores: Worker[_Known] = Worker(self._store, most, "pagedkv-store")
-        self._counts: Counter[str] = Counter()
-        self._seconds = {"load": 0.0, "store": 0.0}
-        self._uses: OrderedDict[bytes, int] = OrderedDict()
-        self._is_open, self._goes_on = True, True
-        self._forget()
+        self._counts = Counts()
+        self._loader = Loader(tier, self._known, self._records, self._counts, most)
+        self._storer = Storer(tier, self._known, self._records, self._blocks, self._counts, most, from_use)
+        self._is_open = True
         _all_tiered.add(self)
 
     def _forget(self) -> None:
         """As if nothing had been begun: so a fork's child begins, whatever other threads were doing."""
-        self._lock = threading.Lock()
-        self._loads.forget()
-        self._stores.forget()
-        self._load_patience, self._store_patience = Patience(), Patience()
+        self._counts.forget()
+        self._loader.forget()
+        self._storer.forget()
 
     def __repr__(self) -> str:
         return f"TieredPrefixes({self.prefixes!r}, {self.tier!r})"
@@ -333,23 +164,19 @@ class TieredPrefixes:
             An argument of a wrong kind.
         """
         ids, name = as_token_ids(tokens), as_namespace(namespace)
-        seconds = self._deadline if deadline is None else _as_seconds(deadline, "deadline")
+        seconds = self._deadline if deadline is None else as_seconds(deadline, "deadline")
         n_known, n_most = self._known(ids, name), self._whole(len(ids) - 1)
         if self._token_seconds < math.inf:
             seconds = min(seconds, self._token_seconds * max(n_most - n_known, 0) / 2)
-        loading = Loading(ids, name, n_known, time.monotonic() + seconds)
-        if self._from_use > 1:
-            self._put_store(_Known(ids, name, True))
+        loading = Loading(ids, name, n_known, n_most, time.monotonic() + seconds)
+        if self._is_open:
+            self._storer.asked_for(ids, name)
         if n_known >= n_most:
             loading._end(None)
-        elif not self._is_open:
-            self._skip(loading, "closed")
-        elif self._load_patience.is_over:
-            self._skip(loading, "left alone")
-        elif (now := self._loads.doing) is not None and time.monotonic() >= now.deadline:
-            self._skip(loading, "busy")
-        elif (dropped := self._loads.put(loading)) is not None:
-            self._skip(dropped, "dropped")
+        elif self._is_open:
+            self._loader.begin(loading)
+        else:
+            self._loader.skip(loading, "closed")
         return loading
 
     def attach(
@@ -383,6 +210,8 @@ class TieredPrefixes:
         TypeError, ValueError, RuntimeError
             As `PrefixCache.attach`.
         """
+        if not isinstance(cache, (PagedKvCache, ModelSequence)):
+            raise TypeError(f"cache: expected a PagedKvCache or ModelSequence, got {type(cache).__name__}")
         ids, name = as_token_ids(tokens), as_namespace(namespace)
         self.load(ids, namespace=name, deadline=deadline).wait()
         n: int = self.prefixes.attach(cache, ids, namespace=name)
@@ -449,8 +278,10 @@ class TieredPrefixes:
         """
         ids, name = as_token_ids(tokens), as_namespace(namespace)
         n = self._whole(len(ids))
-        if n:
-            self._put_store(_Known(ids[:n], name, False))
+        if n and self._is_open:
+            self._storer.keep(ids[:n], name)
+        elif n:
+            self._counts.add(dropped=1)
 
     def flush(self, timeout: float = math.inf) -> bool:
         """Wait until all that was given to `store` until now has been stored, or could not be.
@@ -470,23 +301,16 @@ class TieredPrefixes:
         TypeError, ValueError
             ``timeout`` is no number of seconds above 0.
         """
-        return self._stores.wait(_as_seconds(timeout, "timeout"))
+        return self._storer.wait(as_seconds(timeout, "timeout"))
 
     @property
     def is_busy(self) -> bool:
         """Whether it loads or stores something now: then it holds blocks that are free or evictable a little later."""
-        return self._loads.doing is not None or self._stores.doing is not None
+        return self._loader.doing is not None or self._storer.doing is not None
 
     def stats(self) -> TieredStats:
         """What was done so far: a `TieredStats`."""
-        waiting = sum(worker.n_waiting + (worker.doing is not None) for worker in (self._loads, self._stores))
-        with self._lock:
-            return TieredStats(
-                **{name: self._counts[name] for name in TieredStats._fields if name in self._counts},
-                load_seconds=self._seconds["load"],
-                store_seconds=self._seconds["store"],
-                waiting=waiting,
-            )
+        return self._counts.stats(waiting=self._loader.n_waiting + self._storer.n_waiting)
 
     def close(self, timeout: float = 10.0) -> bool:
         """End all loads, and store what waits to be stored. The prefix cache and the tier stay as they are.
@@ -506,16 +330,11 @@ class TieredPrefixes:
         TypeError, ValueError
             ``timeout`` is no number of seconds above 0.
         """
-        end = time.monotonic() + _as_seconds(timeout, "timeout")
+        end = time.monotonic() + as_seconds(timeout, "timeout")
         self._is_open = False
-        for loading in self._loads.drop_all():
-            self._skip(loading, "closed")
-        if (now := self._loads.doing) is not None:
-            now.cancel()
-        is_stored = self._stores.wait(max(end - time.monotonic(), 0))
-        self._goes_on = False
-        self._count("dropped", sum(not known.was_asked_for for known in self._stores.drop_all()))
-        return self._loads.wait(max(end - time.monotonic(), 0)) and is_stored
+        self._loader.end()
+        is_stored = self._storer.end(max(end - time.monotonic(), 0))
+        return self._loader.wait(max(end - time.monotonic(), 0)) and is_stored
 
     # --- small things ---
 
@@ -527,133 +346,15 @@ class TieredPrefixes:
         """Positions of whole blocks that memory knows of these tokens but for the last one."""
         return self._whole(self.prefixes._match(ids, name))
 
-    def _groups(self, ids: Ids, name: bytes | None) -> list[GroupRecords]:
+    def _blocks(self, name: bytes | None) -> KeySpace:
+        """Keys of single blocks, by which uses are counted."""
+        return KeySpace(self._by_block, self._model, name)
+
+    def _records(self, ids: Ids, name: bytes | None) -> list[GroupRecords]:
         return [
             GroupRecords(prefixes, KeySpace(format, self._model, name), ids)
             for prefixes, format in zip(self.prefixes.groups, self._formats, strict=True)
         ]
-
-    def _count(self, name: str, n: int = 1) -> None:
-        with self._lock:
-            self._counts[name] += n
-
-    def _skip(self, loading: Loading, why: str) -> None:
-        self._count("skipped")
-        self._count("misses", self._whole(len(loading._ids) - 1) - loading._n_known)
-        loading._end(why)
-
-    def _put_store(self, known: _Known) -> None:
-        dropped = self._stores.put(known) if self._is_open else known
-        if dropped is not None and not dropped.was_asked_for:
-            self._count("dropped")
-
-    # --- on the thread that loads ---
-
-    def _load(self, loading: Loading) -> None:
-        started, ended = time.perf_counter(), None
-        try:
-            if loading.is_done:
-                ended = "cancelled" if loading._is_cancelled else "deadline"
-            else:
-                ended = self._bring(loading)
-                (self._load_patience.failed if ended == "deadline" else self._load_patience.succeeded)()
-        except BaseException:  # of the tier, which may raise anything
-            ended = "error"
-            self._load_patience.failed()
-            self._count("errors")
-        n_missing = self._whole(len(loading._ids) - 1) - loading._n_known - loading._tokens
-        with self._lock:
-            self._seconds["load"] += time.perf_counter() - started
-            self._counts["hits"] += loading._tokens
-            self._counts["misses"] += max(n_missing, 0)
-            self._counts["late"] += ended == "deadline"
-        loading._end(ended)
-
-    def _bring(self, loading: Loading) -> str | None:
-        ids, name = loading._ids, loading._namespace
-        n_before = n_known = self._known(ids, name)  # another load may have brought it meanwhile
-        groups = self._groups(ids, name)
-        n = longest(groups, self.tier, n_known, self._whole(len(ids) - 1))
-        if n <= n_known:
-            return None
-        for group in groups:
-            if loading.is_done:
-                return "cancelled" if loading._is_cancelled else "deadline"
-            for moved in group.load(self.tier, n):
-                if moved.wrong is not None:
-                    self._count("corrupt", moved.wrong.startswith("wrong "))
-                    return moved.wrong
-                n_known = self._known(ids, name)
-                loading._tokens, loading._nbytes = max(n_known - n_before, 0), loading._nbytes + moved.nbytes
-                with self._lock:
-                    self._counts["loaded"] += 1
-                    self._counts["loaded_bytes"] += moved.nbytes
-                if loading._is_cancelled:
-                    return "cancelled"
-                if time.monotonic() >= loading.deadline and n_known < n:
-                    return "deadline"
-        return None
-
-    # --- on the thread that stores ---
-
-    def _store(self, known: _Known) -> None:
-        started = time.perf_counter()
-        try:
-            if known.was_asked_for:
-                self._use(known)
-            elif self._store_patience.is_over:
-                self._count("dropped")
-            else:
-                self._keep(known)
-                self._store_patience.succeeded()
-        except BaseException:  # of the tier, which may raise anything
-            self._store_patience.failed()
-            self._count("errors")
-        with self._lock:
-            self._seconds["store"] += time.perf_counter() - started
-
-    def _keep(self, known: _Known) -> None:
-        ids, name = known.ids, known.namespace
-        n = self._known(np.append(ids, 0), name)
-        if self._from_use > 1:
-            n = min(n, self._used_enough(known))
-        if not n:
-            return
-        for group in self._groups(ids[:n], name):
-            for moved in group.store(self.tier, n, lambda: not self._goes_on):
-                with self._lock:
-                    self._counts["refused"] += moved.wrong is not None
-                    self._counts["stored"] += moved.wrong is None
-                    self._counts["stored_bytes"] += moved.nbytes if moved.wrong is None else 0
-                if moved.wrong is not None:
-                    return
-
-    def _use(self, known: _Known) -> None:
-        """Count that these tokens were asked for, block by block."""
-        blocks = KeySpace(self._by_block, self._model, known.namespace).chunks(known.ids)
-        for block in reversed(blocks):  # the last ones are forgotten first
-            self._uses[block.key] = self._uses.pop(block.key, 0) + 1
-        while len(self._uses) > _MOST_COUNTED:
-            self._uses.popitem(last=False)
-
-    def _used_enough(self, known: _Known) -> int:
-        n = 0
-        for chunk in KeySpace(self._by_block, self._model, known.namespace).chunks(known.ids):
-            if self._uses.get(chunk.key, 0) < self._from_use:
-                break
-            n += chunk.n_tokens
-        return n
-
-
-def _as_seconds(seconds: float, name: str) -> float:
-    if isinstance(seconds, (bool, np.bool_)) or not isinstance(seconds, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}: expected seconds, got {type(seconds).__name__}")
-    if not seconds > 0:
-        raise ValueError(f"{name}: expected more than 0 seconds, got {seconds}")
-    try:
-        return float(seconds)
-    except OverflowError:
-        return math.inf
 
 
 _all_tiered: weakref.WeakSet[TieredPrefixes] = weakref.WeakSet()
