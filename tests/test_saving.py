@@ -182,11 +182,11 @@ def test_another_format_or_model_is_named(path):
     refused(path, store, ValueError, "^window: expected 8", windows=[8])
     with pytest.raises(ValueError, match="^stores: expected one for each of 1 groups, as the file has, got 2"):
         restore_sequence(path, [store, store], model=b"m")
-    newer = path.read_bytes().replace(b'"record_version":1', b'"record_version":2')
-    path.write_bytes(newer)
+    data = path.read_bytes()
+    path.write_bytes(data[:32] + b"\x02" + data[33:])
     refused(path, store, ValueError, "^record_version: expected 1, got 2")
-    path.write_bytes(b"\x93PKVSEG\n\x02" + newer[9:])
-    refused(path, store, ValueError, "^path: expected a saved file of version 1")
+    path.write_bytes(b"\x93PKVSEG\n\x02" + data[9:])
+    refused(path, store, ValueError, "^version: expected 1, got 2")
     path.write_bytes(b"a letter to my aunt")
     refused(path, store, ValueError, "^path: expected a saved file")
 
@@ -230,9 +230,8 @@ def test_an_interrupt_leaves_the_old_file(path, tmp_path):
 def test_where_nothing_can_be_written(path, tmp_path, monkeypatch):
     store = make()
     cache = sequence(store, 10)
-    for bad in (tmp_path / "no" / "folder", tmp_path):
-        with pytest.raises(OSError):  # noqa: PT011 - of whatever kind the system says
-            save_sequence(bad, range(10), cache, model=b"m")
+    with pytest.raises(FileNotFoundError):
+        save_sequence(tmp_path / "no" / "folder", range(10), cache, model=b"m")
     monkeypatch.setattr(os, "pwritev", lambda *rest: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         save_sequence(path, range(10), cache, model=b"m")
@@ -254,11 +253,51 @@ def test_bad_arguments_are_named(path):
         (ValueError, "windows", lambda: save_sequence(path, range(10), cache, windows=[], **good)),
         (TypeError, "namespace", lambda: save_sequence(path, range(10), cache, namespace="x", **good)),
         (TypeError, "path", lambda: restore_sequence(3, store, **good)),
-        (TypeError, "store", lambda: restore_sequence(path, [cache], **good)),
+        (TypeError, r"stores\[0\]", lambda: restore_sequence(path, [cache], **good)),
     ):
         with pytest.raises(error, match=f"^{name}: expected"):
             call()
     assert not path.exists()
+    for call in (
+        lambda: save_sequence(path.parent, range(10), cache, **good),
+        lambda: restore_sequence(path.parent, store, **good),
+    ):
+        with pytest.raises(ValueError, match="^path: expected a file, got a folder"):
+            call()
+    with pytest.raises(FileNotFoundError):
+        restore_sequence(path, store, **good)
+
+
+def test_a_models_sequence(path):
+    shapes = [pagedkv.LayerShape(None, 1, 4), pagedkv.LayerShape(8, 1, 4)]
+    stores, rng = pagedkv.ModelStores(shapes, total_blocks=16, block_size=4), np.random.default_rng(1)
+    given, step_sizes = pagedkv.ModelSequence(stores), (14, 4, 1)
+    rows = rng.standard_normal((2, 2, sum(step_sizes), 4), np.float32)
+    for n in step_sizes:
+        start = given.seq_len
+        with pagedkv.Step(stores, given, n) as step:
+            for layer in range(2):
+                step.write(layer, *rows[layer, :, start : start + n])
+        given.drop_unneeded()
+    saved = save_sequence(path, range(19), given, model=b"m")
+    other = pagedkv.ModelStores(shapes, total_blocks=16, block_size=4)
+    tokens, caches = restore_sequence(path, other, model=b"m")
+    again = pagedkv.ModelSequence(other, caches)
+    assert (tokens.tolist(), again.seq_len, saved.tokens) == ([*range(19)], 19, 19)
+    assert [cache.first_position for cache in again.caches] == [cache.first_position for cache in given.caches]
+    assert again.caches[1].first_position == 12
+    q, new = np.ones((1, 1, 4), np.float32), np.ones((1, 4), np.float32)
+    found = []
+    for each, sequence in ((stores, given), (other, again)):
+        with pagedkv.Step(each, sequence, 1) as step:
+            for layer in range(2):
+                step.write(layer, new, new)
+                found.append(step.attend(layer, q).copy())
+    np.testing.assert_array_equal(found[:2], found[2:])
+    with pytest.raises(ValueError, match="^window: expected None, as the store has, got 8"):
+        restore_sequence(path, other, model=b"m", windows=[None, None])
+    again.release()
+    other.check()
 
 
 def test_stored_is_what_the_helpers_show(path):

@@ -18,7 +18,7 @@ _KEY_BYTES = 32
 
 def as_list(items: Sequence[_T], name: str, expected: str) -> list[_T]:
     """The items; text, bytes and dicts are none."""
-    if isinstance(items, (str, bytes, bytearray, memoryview, dict)) or not hasattr(items, "__iter__"):
+    if isinstance(items, (str, bytes, bytearray, memoryview, dict, type)) or not hasattr(items, "__iter__"):
         raise TypeError(f"{name}: expected {expected}, got {type(items).__name__}")
     return list(items)
 

@@ -21,8 +21,9 @@ from types import TracebackType
 from typing import SupportsIndex
 
 from pagedkv._arrays import as_size
+from pagedkv.tiers.arguments import as_keys, as_path, as_rooms
 from pagedkv.tiers.eviction import by_loss
-from pagedkv.tiers.records import Record
+from pagedkv.tiers.records import Record, as_records
 from pagedkv.tiers.segments import (
     CAN_LOCK,
     START_BYTES,
@@ -105,9 +106,7 @@ class FileTier:
     def __init__(
         self, path: str | os.PathLike[str], *, max_bytes: SupportsIndex, segment_bytes: SupportsIndex | None = None
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-            raise TypeError(f"path: expected a str or os.PathLike, got {type(path).__name__}")
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(as_path(path))
         self.max_bytes = as_size(max_bytes, "max_bytes", 1, 2**62)
         if segment_bytes is None:
             self.segment_bytes = min(max(self.max_bytes // 16, _LEAST_SEGMENT), _MOST_SEGMENT)
@@ -168,9 +167,10 @@ class FileTier:
 
         Raises
         ------
-        ValueError
-            The tier is closed.
+        TypeError, ValueError
+            An argument of a wrong kind; the tier is closed.
         """
+        keys = as_keys(keys)
         with self._lock:
             self._check_open()
             n = self._count(keys)
@@ -199,11 +199,13 @@ class FileTier:
 
         Raises
         ------
-        ValueError
-            The tier is closed.
+        TypeError, ValueError
+            An argument of a wrong kind; the tier is closed.
         """
+        keys = as_keys(keys)
+        rooms = as_rooms(into, len(keys), "records")
         started, n, n_bytes = time.perf_counter(), 0, 0
-        for key, buffers in zip(keys, into, strict=True):
+        for key, buffers in zip(keys, rooms, strict=True):
             size = self._read(key, buffers)
             if not size:
                 break
@@ -231,9 +233,10 @@ class FileTier:
 
         Raises
         ------
-        ValueError
-            The tier is closed.
+        TypeError, ValueError
+            An argument of a wrong kind; the tier is closed.
         """
+        records = as_records(records)
         started, n = time.perf_counter(), 0
         with self._writing:
             for record in records:
@@ -265,9 +268,10 @@ class FileTier:
 
         Raises
         ------
-        ValueError
-            The tier is closed.
+        TypeError, ValueError
+            An argument of a wrong kind; the tier is closed.
         """
+        keys = as_keys(keys)
         with self._lock:
             self._check_open()
             n = sum(self._drop_newest(key) for key in keys)

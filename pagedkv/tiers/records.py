@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagedkv.tiers.arguments import as_chunk, as_memory
+from pagedkv.tiers.arguments import as_chunk, as_list, as_memory
 from pagedkv.tiers.keys import HEADER_BYTES, VERSION, Chunk, KeySpace
 
 MAGIC = b"\x93PKVREC\n"
@@ -136,6 +136,20 @@ def _payload_of(chunk: Chunk, payload: Sequence[memoryview]) -> list[memoryview]
     return pieces
 
 
+def as_records(records: Sequence[Record]) -> list[Record]:
+    """Records as `encode` makes them: a segment is read by their lengths."""
+    found = as_list(records, "records", "several records")
+    for i, record in enumerate(found):
+        if not isinstance(record, Record):
+            raise TypeError(f"records[{i}]: expected a Record, got {type(record).__name__}")
+        chunk = as_chunk(record.chunk, f"records[{i}].chunk")
+        pieces = as_memory(record.buffers, f"records[{i}].buffers")
+        n_bytes = sum(piece.nbytes for piece in pieces)
+        if n_bytes != chunk.nbytes or pieces[0].nbytes != chunk.nbytes - chunk.payload_bytes:
+            raise ValueError(f"records[{i}]: expected one that encode has made, got another one")
+    return found
+
+
 def encode_description(space: KeySpace) -> bytes:
     """The record that says what a key space is: its description is the payload, and its key that of the key space."""
     chunk = Chunk(space, space.key, _NOTHING, 0, b"", len(space.description))
@@ -170,6 +184,11 @@ def read_header(head: bytes) -> Header | None:
     if magic != MAGIC or header.version != VERSION or header.payload_bytes > MOST_BYTES:
         return None
     return header
+
+
+def version_of(head: bytes) -> int | None:
+    """The version that it says, if it is a record's header of any."""
+    return Header(*_HEADER.unpack_from(head)[1:-1]).version if len(head) >= HEADER_BYTES and head[:8] == MAGIC else None
 
 
 def head_is_whole(head: bytes | bytearray | memoryview) -> bool:

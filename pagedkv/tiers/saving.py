@@ -9,27 +9,40 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import PagedKvCache, PagedKvStore, PagedStoreExhausted
+from pagedkv import ModelSequence, ModelStores, PagedKvCache, PagedKvStore, PagedStoreExhausted
+from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_token_ids
 from pagedkv.stats import with_field_docs
-from pagedkv.tiers.keys import HEADER_BYTES, LEFT_BEHIND, Chunk, KeySpace, RecordFormat
+from pagedkv.tiers.arguments import as_list, as_path, as_progress
+from pagedkv.tiers.keys import HEADER_BYTES, LEFT_BEHIND, VERSION, Chunk, KeySpace, RecordFormat
 from pagedkv.tiers.records import (
     DESCRIPTION,
     Header,
+    crc32,
     encode,
     encode_description,
     head_is_whole,
     read_header,
     room_for,
+    version_of,
     what_is_wrong,
 )
-from pagedkv.tiers.segments import START_BYTES, Descriptor, is_start, read_all, start_of, write_all
+from pagedkv.tiers.segments import (
+    START_BYTES,
+    Descriptor,
+    is_start,
+    read_all,
+    start_of,
+    version_of_start,
+    write_all,
+)
 
 Progress: TypeAlias = Callable[[int, int], object]
 _Ids: TypeAlias = npt.NDArray[np.int64]
@@ -67,9 +80,9 @@ class FileWriter:
     """A file that is there as a whole, or not: under another name until it is on the disk."""
 
     def __init__(self, path: str | os.PathLike[str], progress: Progress | None) -> None:
-        self.path = os.path.abspath(_as_path(path))
+        self.path = os.path.abspath(_as_file(path))
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        self.progress = progress
+        self.progress = as_progress(progress)
         self.end = START_BYTES
         self.total = 0
         self.tokens = self.records = 0
@@ -140,7 +153,7 @@ def _whole_rows(views: Sequence[memoryview], n_pieces: int, n_rows: int, block_s
 def save_sequence(
     path: str | os.PathLike[str],
     tokens: Tokens,
-    caches: PagedKvCache | Sequence[PagedKvCache],
+    caches: ModelSequence | PagedKvCache | Sequence[PagedKvCache],
     *,
     model: bytes,
     windows: Sequence[int | None] | None = None,
@@ -158,12 +171,12 @@ def save_sequence(
         The file.
     tokens : list, tuple, range or integer array ``[seq_len]``
         What the positions were computed from.
-    caches : PagedKvCache or sequence of PagedKvCache
+    caches : ModelSequence, PagedKvCache or sequence of PagedKvCache
         The sequence, or one for each KV-cache group, in their order. All are of ``seq_len`` positions, one at least.
     model : bytes
         Whatever tells this model's K and V from any other's: weights, adapter, revision. Not empty.
     windows : sequence of int or None, optional
-        Positions that a query of each group sees. By default all.
+        Positions that a query of each group sees. By default all, and those of its stores for a `ModelSequence`.
     namespace : bytes, optional
         A part of the keys. None is one of its own.
     progress : callable, optional
@@ -196,7 +209,15 @@ def save_sequence(
     >>> tokens.tolist(), again.seq_len
     ([0, 1, 2, 3, 4, 5], 6)
     """
-    ids, several = as_token_ids(tokens), [caches] if isinstance(caches, PagedKvCache) else list(caches)
+    ids = as_token_ids(tokens)
+    several: list[PagedKvCache]
+    if isinstance(caches, ModelSequence):
+        several = list(caches.caches)
+        windows = [group.window for group in caches.stores.groups] if windows is None else windows
+    elif isinstance(caches, PagedKvCache):
+        several = [caches]
+    else:
+        several = as_list(caches, "caches", "a sequence or several")
     stores: list[PagedKvStore] = []
     for i, cache in enumerate(several):
         if not isinstance(cache, PagedKvCache):
@@ -204,6 +225,8 @@ def save_sequence(
         if cache.store is None or cache.seq_len != len(ids) or not len(ids):
             raise ValueError(f"caches[{i}]: expected one of {max(len(ids), 1)} positions, got {cache!r}")
         stores.append(cache.store)
+    if not several:
+        raise ValueError("caches: expected one at least, got none")
     spaces = _spaces(stores, model, namespace, windows)
     with FileWriter(path, progress) as file:
         file.total = sum(len(ids) * space.format.block_bytes // space.format.block_size for space in spaces)
@@ -218,13 +241,13 @@ def save_sequence(
 def _spaces(
     stores: Sequence[PagedKvStore], model: bytes, namespace: bytes | None, windows: Sequence[int | None] | None
 ) -> list[KeySpace]:
-    if windows is None:
-        windows = [None] * len(stores)
-    if len(windows) != len(stores):
-        raise ValueError(f"windows: expected one for each of {len(stores)} groups, got {len(windows)}")
+    sights = [None] * len(stores) if windows is None else as_list(windows, "windows", "one for each group")
+    if len(sights) != len(stores):
+        raise ValueError(f"windows: expected one for each of {len(stores)} groups, got {len(sights)}")
+    sights = [None if n is None else as_size(n, f"windows[{i}]", 1, sys.maxsize) for i, n in enumerate(sights)]
     return [
         KeySpace(RecordFormat.of(store, window=window, group=group), model, namespace)
-        for group, (store, window) in enumerate(zip(stores, windows, strict=True))
+        for group, (store, window) in enumerate(zip(stores, sights, strict=True))
     ]
 
 
@@ -235,19 +258,24 @@ class FileReader:
     """A saved file: what it is of, and its chunks in turn."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _as_path(path)
+        self.path = _as_file(path)
         self.file = Descriptor(self.path, os.O_RDONLY)
         self.size = os.fstat(self.file.fd).st_size
         start = os.pread(self.file.fd, START_BYTES, 0)
         if not is_start(start):
-            raise ValueError(f"path: expected a saved file of version 1, got another one: {self.path}")
+            version = version_of_start(start)
+            if version is not None:
+                raise ValueError(f"version: expected 1, got {version}, of {self.path}")
+            raise ValueError(f"path: expected a saved file, got another one: {self.path}")
+        version = version_of(os.pread(self.file.fd, HEADER_BYTES, START_BYTES))
+        if version not in (None, VERSION):
+            raise ValueError(f"record_version: expected {VERSION}, got {version}, in {self.path}")
         self.spaces: dict[bytes, KeySpace] = {}
         for at, header, head in self.headers():
             if header.kind == DESCRIPTION:
                 text = os.pread(self.file.fd, header.payload_bytes, at + HEADER_BYTES)
-                space = KeySpace.parse(text)
-                if space.key == header.key and head_is_whole(head):
-                    self.spaces[header.key] = space
+                if head_is_whole(head) and crc32([memoryview(text)]) == header.payload_crc:
+                    self.spaces[header.key] = KeySpace.parse(text)
 
     def headers(self) -> Iterator[tuple[int, Header, bytes]]:
         """Offset, header, and header with token ids of each record, until there is none."""
@@ -314,7 +342,7 @@ class Path:
 
 def restore_sequence(
     path: str | os.PathLike[str],
-    stores: PagedKvStore | Sequence[PagedKvStore],
+    stores: ModelStores | PagedKvStore | Sequence[PagedKvStore],
     *,
     model: bytes,
     windows: Sequence[int | None] | None = None,
@@ -327,12 +355,12 @@ def restore_sequence(
     ----------
     path : str or os.PathLike
         The file.
-    stores : PagedKvStore or sequence of PagedKvStore
-        Where to: one for each KV-cache group, in their order.
+    stores : ModelStores, PagedKvStore or sequence of PagedKvStore
+        Where to: a model's, or one for each KV-cache group, in their order.
     model : bytes
         What it was saved under.
     windows : sequence of int or None, optional
-        As they were when it was saved: None sees all.
+        As they were when it was saved: None sees all. By default those of `ModelStores`, and None for others.
     namespace : bytes, optional
         What it was saved under.
     progress : callable, optional
@@ -372,8 +400,21 @@ def restore_sequence(
     ...         print(error)
     model: expected b'another', got b'a model'
     """
-    several = [stores] if isinstance(stores, PagedKvStore) else list(stores)
-    spaces, file = _spaces(several, model, namespace, windows), FileReader(path)
+    several: list[PagedKvStore]
+    if isinstance(stores, ModelStores):
+        several = list(stores.stores)
+        windows = [group.window for group in stores.groups] if windows is None else windows
+    elif isinstance(stores, PagedKvStore):
+        several = [stores]
+    else:
+        several = as_list(stores, "stores", "a store or several")
+    for i, store in enumerate(several):
+        if not isinstance(store, PagedKvStore):
+            raise TypeError(f"stores[{i}]: expected a PagedKvStore, got {type(store).__name__}")
+    if not several:
+        raise ValueError("stores: expected one at least, got none")
+    progress, spaces = as_progress(progress), _spaces(several, model, namespace, windows)
+    file = FileReader(path)
     _check_groups(file, spaces)
     paths, ids, end = [Path(store) for store in several], [b""] * len(several), START_BYTES
     try:
@@ -423,7 +464,8 @@ def _check_groups(file: FileReader, spaces: Sequence[KeySpace]) -> None:
         space.check_same(found[space.format.group])
 
 
-def _as_path(path: str | os.PathLike[str]) -> str:
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(name := os.fspath(path), str):
-        raise TypeError(f"path: expected a str or os.PathLike, got {type(path).__name__}")
+def _as_file(path: str | os.PathLike[str]) -> str:
+    name = as_path(path)
+    if os.path.isdir(name):
+        raise ValueError(f"path: expected a file, got a folder: {name}")
     return name

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pagedkv import PrefixCache
 from pagedkv._keys import as_namespace
 from pagedkv.stats import with_field_docs
+from pagedkv.tiers.arguments import as_list, as_progress
 from pagedkv.tiers.keys import Chunk, KeySpace, RecordFormat
 from pagedkv.tiers.records import DESCRIPTION, encode_description
 from pagedkv.tiers.saving import FileReader, FileWriter, Path, Progress, Saved, extend
@@ -110,10 +111,8 @@ def save_prefixes(
     formats = _formats(several)
     lead = next((prefix for prefix in several if prefix.window is None), several[0])
     names: set[bytes | None] = set()
-    if isinstance(namespace, EllipsisType):
-        paths = _paths(lead)
-    else:
-        paths = [(name, ids) for name, ids in _paths(lead) if name == as_namespace(namespace)]
+    wanted = namespace if isinstance(namespace, EllipsisType) else as_namespace(namespace)
+    paths = [(name, ids) for name, ids in _paths(lead) if wanted in (..., name)]
     names = {name for name, _ in paths}
     spaces = {name: [KeySpace(format, model, name) for format in formats] for name in sorted(names, key=repr)}
     KeySpace(formats[0], model)  # or a wrong model would do where nothing is known
@@ -133,7 +132,9 @@ def save_prefixes(
 
 
 def _as_several(prefixes: PrefixCache | Sequence[PrefixCache]) -> list[PrefixCache]:
-    several = list(prefixes.groups) if isinstance(prefixes, PrefixCache) else list(prefixes)
+    if isinstance(prefixes, PrefixCache):
+        return list(prefixes.groups)
+    several = as_list(prefixes, "prefixes", "a prefix cache or several")
     for i, prefix in enumerate(several):
         if not isinstance(prefix, PrefixCache):
             raise TypeError(f"prefixes[{i}]: expected a PrefixCache, got {type(prefix).__name__}")
@@ -231,10 +232,11 @@ def restore_prefixes(
     ...     restore_prefixes(os.path.join(folder, "a"), prefixes, model=b"a model")
     Restored(tokens=0, records=0, nbytes=0, ended=None)
     """
-    several, file = _as_several(prefixes), FileReader(path)
+    several, progress = _as_several(prefixes), as_progress(progress)
     wanted = namespace if isinstance(namespace, EllipsisType) else as_namespace(namespace)
     formats = _formats(several)
-    KeySpace(formats[0], model)
+    KeySpace(formats[0], model)  # or a wrong model would do for a file that has nothing
+    file = FileReader(path)
     for space in file.spaces.values():
         group = space.format.group
         if group >= len(several):

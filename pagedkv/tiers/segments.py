@@ -46,6 +46,11 @@ def is_start(start: bytes) -> bool:
     return len(start) == START_BYTES and start[:12] == _SEGMENT + VERSION.to_bytes(4, "little")
 
 
+def version_of_start(start: bytes) -> int | None:
+    """The version that it says, if it is a segment's of any."""
+    return _START.unpack(start)[1] if len(start) == START_BYTES and start[:8] == _SEGMENT else None
+
+
 class Place(NamedTuple):
     """Where a record is in its segment, and what eviction wants to know of it: an entry of the index."""
 
