@@ -34,7 +34,7 @@ def held(stores):
 
 
 def skip_unless_possible(family, attention):
-    if attention == "sdpa" and family in ("gemma2", "gpt_oss"):
+    if attention == "sdpa" and family in ("gemma2", "gpt_oss", "mimo_v2_flash"):
         pytest.skip("needs soft capping or sinks, which sdpa has not")
     if attention == "pagedkv" and family in OWN_ATTENTION:
         pytest.skip("reads the cache itself")
@@ -340,8 +340,6 @@ def test_what_is_refused():
     refused(model, cache, "padding on the left only", input_ids=ids, attention_mask=right)
     refused(model, cache, "padding on the left only", input_ids=ids, attention_mask=hole)
     refused(model, cache, "padding on the left", input_ids=ids, attention_mask=torch.zeros(2, 1, 6, 6))
-    with pytest.raises(ValueError, match="no_grad"):
-        model(ids, cache=cache)
     with torch.no_grad():
         model(ids, cache=cache)
     refused(model, cache, "holds 2 sequences", input_ids=ids[:1])
@@ -405,17 +403,10 @@ def test_models_that_do_their_own_attention_are_refused():
     model.set_attn_implementation("pagedkv")
     key, _ = cache.update(keys, keys, 0)
     assert key.shape == (1, 2, 3, 12)
-    with pytest.raises(TypeError, match="attention interface"):
+    with pytest.raises(TypeError, match="the model reads the keys itself .transpose. and not"):
         torch.matmul(keys, key.transpose(2, 3))
     with pytest.raises(TypeError, match="attention interface"):
         key.repeat_interleave(2, dim=1)
-
-
-@pytest.mark.parametrize("family", OWN_ATTENTION)
-def test_families_that_do_their_own_attention_are_refused(family):
-    model = make_model(family, "pagedkv")
-    cache = PagedCache(stores_for(model))
-    refused(model, cache, "attention interface", TypeError, input_ids=torch.tensor([[5]]))
 
 
 def test_an_early_exit_is_refused():

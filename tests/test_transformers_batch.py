@@ -334,7 +334,7 @@ def test_arguments_of_the_wrong_kind():
         with pytest.raises(TypeError, match="stop_tokens: expected"):
             generate_batch(model, [[5]], stop_tokens=stop_tokens)
     for n_layers in (model.config.num_hidden_layers - 1, model.config.num_hidden_layers + 1):
-        with pytest.raises(ValueError, match="stores: expected those of this model"):
+        with pytest.raises(ValueError, match="stores: expected those of this LlamaForCausalLM"):
             generate_batch(model, [[5]], stores=stores_for(make_model("llama", num_hidden_layers=n_layers)))
 
 

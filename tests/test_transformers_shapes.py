@@ -6,7 +6,7 @@ import pytest
 from transformers_support import COMMON, FAMILIES, GROUPED, HEADS, torch, transformers
 
 from pagedkv.__main__ import main
-from pagedkv.integrations.transformers import PagedStores, generate_batch
+from pagedkv.integrations.transformers import PagedCache, PagedStores, generate_batch
 from pagedkv.shapes import layer_shapes, model_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,10 +66,6 @@ MORE = {
         {**LATENT, "num_hidden_layers": None, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16,
          "n_routed_experts": 2, "moe_topk": 2, "head_dim": 8},
     ),
-    "mimo_v2_flash": (
-        "MiMoV2FlashConfig",
-        {**WINDOW, **EXPERTS, "v_head_dim": 10, "num_key_value_heads": 1, "moe_intermediate_size": 16},
-    ),
 }  # fmt: skip
 ALL = {**FAMILIES, **MORE}
 
@@ -114,6 +110,29 @@ def test_a_family(family, tmp_path):
     if "layer_types" not in ALL[family][1]:
         fields.pop("layer_types", None)
         assert read(fields) == expected
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_a_family_served_with_copies(family):
+    """Logits of three passes over a `PagedCache` are those over transformers' own cache."""
+    config, ids = make_config(family), torch.randint(3, 97, (2, 17), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if getattr(config, "num_kv_shared_layers", 0):
+        with pytest.raises(ValueError, match="got layer .* of .* that shares those of layer"):
+            PagedStores(model, 64, block_size=4)
+        return
+    stores = PagedStores(model, 64, block_size=4)
+    stores.check_model(model)
+
+    def logits(cache):
+        with torch.no_grad():
+            return torch.cat([model(part, cache=cache).logits for part in ids.split([11, 5, 1], dim=1)], dim=1)
+
+    cache = PagedCache(stores)
+    expected = logits(transformers.DynamicCache(config=config))
+    torch.testing.assert_close(logits(cache), expected, rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == 17
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "glm", "glm4", "cwm",

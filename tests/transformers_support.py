@@ -42,6 +42,21 @@ FAMILIES = {
         {**HEADS, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": MIXED},
     ),
     "olmo2": ("Olmo2Config", GROUPED),
+    "mimo_v2_flash": (  # V narrower than K, and twice the K/V heads where there is a window
+        "MiMoV2FlashConfig",
+        {
+            **HEADS,
+            "num_key_value_heads": 1,
+            "sliding_window": 6,
+            "v_head_dim": 10,
+            "num_local_experts": 2,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "diffllama": ("DiffLlamaConfig", GROUPED),
     "deepseek_v3": (
         "DeepseekV3Config",
         {
@@ -59,8 +74,8 @@ FAMILIES = {
 }
 
 
-# Their attention reads the cache itself, so it works with copies only.
-OWN_ATTENTION = {"deepseek_v3"}
+# Their attention reads the cache itself, or twice, so it works with copies only.
+OWN_ATTENTION = {"deepseek_v3", "diffllama"}
 PAGED = [family for family in FAMILIES if family not in OWN_ATTENTION]
 
 

@@ -9,15 +9,15 @@ window, and padding on the left. Everything else is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sliding_window_overlay
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 import pagedkv
 from pagedkv.integrations.torch import as_rows, as_tensor
+from pagedkv.integrations.transformers.private import is_causal, is_compiled, plain, records_attentions, running_model
 from pagedkv.shapes import window_of
 
 NAME = "pagedkv"
@@ -40,39 +40,66 @@ class RowSource(Protocol):
         """Attention ``[batch, positions, n_q_heads, v_head_dim]`` of a layer's new rows over all that it holds."""
 
 
-class PagedKeys(torch.Tensor):
-    """The new keys of a layer, with the way to the older ones; only the attention function ``pagedkv`` reads it.
+class _Handle(torch.Tensor):
+    """A tensor that only the attention function ``pagedkv`` reads: to others it would look like something else."""
 
-    To anybody else these would look like all keys that there are, so whatever else is done with it is refused.
-    """
-
-    source: RowSource
-    layer: int
-    rows: torch.Tensor
-    is_written: bool
-
-    @staticmethod
-    def of(rows: torch.Tensor, source: RowSource, layer: int) -> PagedKeys:
-        keys = torch.Tensor._make_subclass(PagedKeys, rows.detach())
-        keys.source, keys.layer, keys.rows, keys.is_written = source, layer, rows, False
-        return keys
+    what: str
+    plain: torch.Tensor
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return plain(func, *args, **(kwargs or {}))
+        if is_compiled():
+            raise TypeError(f'attn_implementation "{NAME}": expected a model that is not compiled; {_WAY_OUT}')
+        model = running_model()
+        who = "the model" if model is None else type(model).__name__
         raise TypeError(
-            f"the model's attention reads the keys itself ({getattr(func, '__name__', func)}) and not through "
-            f'the attention interface; use it with attn_implementation="sdpa" or "eager" instead of "{NAME}"'
+            f'attn_implementation "{NAME}": {who} reads the {cls.what} '
+            f"itself ({getattr(func, '__name__', func)}) and not through the attention interface; {_WAY_OUT}"
         )
+
+
+class PagedKeys(_Handle):
+    """The new keys of a layer, with the way to the older ones.
+
+    To a model that reads them itself these would look like all keys that there are.
+    """
+
+    what = "keys"
+    source: RowSource
+    layer: int
+    values: torch.Tensor  # that came with them
+    is_attended: bool
+
+    @staticmethod
+    def of(rows: torch.Tensor, values: torch.Tensor, source: RowSource, layer: int) -> PagedKeys:
+        keys = rows.detach().as_subclass(PagedKeys)
+        keys.plain, keys.values, keys.source, keys.layer, keys.is_attended = rows, values, source, layer, False
+        return keys
 
     def __repr__(self, **_: Any) -> str:
         return f"PagedKeys(layer={self.layer})"
 
 
+class PaddingMask(_Handle):
+    """``[batch, positions]``, zeros where there is padding, not a mask of four axes."""
+
+    what = "mask"
+
+    @staticmethod
+    def of(mask: torch.Tensor) -> PaddingMask:
+        handle = mask.as_subclass(PaddingMask)
+        handle.plain = mask
+        return handle
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PaddingMask({self.plain.tolist()})"
+
+
+_WAY_OUT = 'use attn_implementation="sdpa" or "eager"'
 _HARMLESS = {
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -94,8 +121,8 @@ def paged_mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """The mask that `paged_attention_forward` gets: None, or ``[batch, positions]`` where there is padding."""
-    if not _is_causal(mask_function):
+    """The mask that `paged_attention_forward` gets: None, or where there is padding."""
+    if not is_causal(mask_function):
         raise ValueError(
             f'attn_implementation "{NAME}": expected a causal or sliding-window mask, got one of another pattern'
         )
@@ -106,21 +133,7 @@ def paged_mask(
         )
     if attention_mask is None or bool(attention_mask.all()):
         return None
-    return attention_mask
-
-
-def _is_causal(function: Callable[..., Any]) -> bool:
-    """Whether a mask function of transformers is the causal one, or that and a sliding window."""
-    if function is causal_mask_function:
-        return True
-    if not isinstance(function, FunctionType) or function.__closure__ is None:
-        return False
-    parts = function.__closure__[0].cell_contents
-    if function.__qualname__ != "and_masks.<locals>.and_mask" or not isinstance(parts, tuple):
-        return False
-    window = sliding_window_overlay(1).__code__
-    others = [part for part in parts if part is not causal_mask_function]
-    return len(others) < len(parts) and all(getattr(part, "__code__", None) is window for part in others)
+    return PaddingMask.of(attention_mask)
 
 
 def count_padding(mask: torch.Tensor | None, batch: int, n_positions: int) -> list[int]:
@@ -133,6 +146,8 @@ def count_padding(mask: torch.Tensor | None, batch: int, n_positions: int) -> li
     """
     if mask is None:
         return [0] * batch
+    if isinstance(mask, PaddingMask):
+        mask = mask.plain
     if mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected none, or [batch, positions] for padding on the left, got {list(mask.shape)}; "
@@ -203,6 +218,8 @@ def paged_attention_forward(
         "sinks": None if s_aux is None else as_rows(s_aux.reshape(-1)),
     }
     if paged is not None:
+        _check_values(module, paged, value)
+        paged.is_attended = True
         return paged.source.attend(paged, query, value, attention_mask, options), None
     return _attend_contiguous(query, key, value, attention_mask, options), None
 
@@ -229,23 +246,43 @@ def _window_of(module: torch.nn.Module) -> int | None:
     return None if layer is None or config is None else window_of(config, layer)
 
 
-def _refuse_unsupported(
-    module: torch.nn.Module, query: torch.Tensor, dropout: float, is_causal: bool | None, others: dict[str, Any]
-) -> None:
-    def refuse(what: str) -> None:
-        raise ValueError(f'attn_implementation "{NAME}": {what} not supported; use "sdpa" or "eager"')
+def _refuse(module: torch.nn.Module, what: str) -> NoReturn:
+    raise ValueError(f'attn_implementation "{NAME}": {what} not supported, in {type(module).__name__}; {_WAY_OUT}')
 
+
+def refuse_gradients(*tensors: torch.Tensor) -> None:
+    """The past is kept as numbers: it would come back without what was done to get them."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "cache: gradients do not go back through it; run under torch.no_grad() or torch.inference_mode(), or "
+            "without a PagedCache"
+        )
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module, query: torch.Tensor, dropout: float, causal: bool | None, others: dict[str, Any]
+) -> None:
     if dropout:
-        refuse("dropout is")
+        _refuse(module, "dropout is")
     if torch.is_grad_enabled() and query.requires_grad:
-        refuse("gradients are (run under torch.no_grad() or torch.inference_mode())")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        refuse("attention that is not causal is")
-    if others.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        refuse("attention weights (output_attentions) are")
+        _refuse(module, "gradients are (run under torch.no_grad() or torch.inference_mode())")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        _refuse(module, "attention that is not causal is")
+    configured = getattr(getattr(module, "config", None), "output_attentions", False)
+    if others.get("output_attentions") or configured or records_attentions():
+        _refuse(module, "attention weights (output_attentions) are")
     for name in ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k"):
         if others.get(name) is not None:
-            refuse(f"{name} is")
+            _refuse(module, f"{name} is")
+
+
+def _check_values(module: torch.nn.Module, keys: PagedKeys, value: torch.Tensor) -> None:
+    """What was kept is what is attended to, and once: rows are in the blocks from then on."""
+    kept = keys.values
+    if value is not kept and (value.shape != kept.shape or not torch.equal(value, kept)):
+        _refuse(module, "attention to other values than the cache was given is")
+    if keys.is_attended:
+        _refuse(module, "attention twice with the same keys is")
 
 
 def register() -> None:

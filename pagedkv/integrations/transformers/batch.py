@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Literal, SupportsIndex, cast
@@ -22,6 +21,13 @@ from pagedkv._arrays import as_flag, as_size
 from pagedkv._keys import as_namespace, as_stop_tokens
 from pagedkv.integrations.torch import as_rows, as_tensor
 from pagedkv.integrations.transformers.attention import NAME, PagedKeys
+from pagedkv.integrations.transformers.private import (
+    asks_for_attention,
+    attending,
+    generation_config_of,
+    logits_processors_of,
+    stop_tokens_of,
+)
 from pagedkv.integrations.transformers.stores import PagedStores
 from pagedkv.serving import Batch, Request, Scheduler, TokenIds
 
@@ -140,7 +146,7 @@ def generate_batch(
     [4, 4]
     """
     _check_model(model)
-    config, unknown = model._prepare_generation_config(generation_config, **options)
+    config, unknown = generation_config_of(model, generation_config, options)
     if unknown:
         raise TypeError(f"options: expected attributes of a GenerationConfig, got {', '.join(map(repr, unknown))}")
     _check_config(config)
@@ -154,15 +160,12 @@ def generate_batch(
         stores = PagedStores(model, _blocks_for_the_longest(n_most, tokens, lengths), block_size=_BLOCK_SIZE)
     elif not isinstance(stores, PagedStores):
         raise TypeError(f"stores: expected a PagedStores, got {type(stores).__name__}")
-    elif stores.n_layers != model.config.get_text_config(decoder=True).num_hidden_layers:
-        raise ValueError(f"stores: expected those of this model, got {stores!r}")
+    else:
+        stores.check_model(model)
     scheduler = Scheduler(
         stores, max_running=n_most, max_prefill_tokens=max_prefill_tokens, share_prefixes=share_prefixes, **spare
     )
-    model._prepare_special_tokens(config, device=model.device)
-    stops = as_stop_tokens(stop_tokens)
-    if config._eos_token_tensor is not None:
-        stops |= set(config._eos_token_tensor.tolist())
+    stops = as_stop_tokens(stop_tokens) | stop_tokens_of(model, config)
     # A name that nobody else has, for what is forgotten at the end.
     name = os.urandom(16) if namespace is None else namespace
     samplers = {}
@@ -228,7 +231,7 @@ class _Engine:
 
     def compute(self, batch: Batch, step: Step) -> list[int]:
         """The next token of every request that gets one."""
-        with torch.no_grad(), _attending(self._configs):
+        with torch.no_grad(), attending(self._configs, NAME):
             inputs = {"input_ids": torch.tensor([batch.token_ids]), "position_ids": torch.tensor([batch.positions])}
             if self._keeps_logits:
                 inputs["logits_to_keep"] = torch.tensor(batch.logits_indices, dtype=torch.long)
@@ -257,14 +260,7 @@ class _Sampler:
         logits_processor: LogitsProcessorList | None,
         seed: int | None,
     ) -> None:
-        self._processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=request.n_prompt,
-            prefix_allowed_tokens_fn=None,
-            logits_processor=LogitsProcessorList() if logits_processor is None else logits_processor,
-            device=model.device,
-            model_kwargs={},
-        )
+        self._processors = logits_processors_of(model, config, request.n_prompt, logits_processor)
         self._draws = bool(config.do_sample)
         self._generator = torch.Generator()
         if seed is None:
@@ -312,8 +308,8 @@ class _PassLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         dtype = self._stores.group_of(keys.layer).row_dtype
         if mask is not None:
-            raise ValueError("attention_mask: expected none, a batch of sequences in a row has no padding")
-        self._step.write(keys.layer, *(as_rows(rows[0].transpose(0, 1), dtype) for rows in (keys.rows, value)))
+            raise ValueError("attention_mask: expected none, got one of the model's own making; use generate")
+        self._step.write(keys.layer, *(as_rows(rows[0].transpose(0, 1), dtype) for rows in (keys.plain, value)))
         attended = self._step.attend(keys.layer, as_rows(query[0].transpose(0, 1)), **options)
         return as_tensor(attended, query.dtype)[None]
 
@@ -321,7 +317,7 @@ class _PassLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._stores.check_rows(self._layer, key_states.shape, value_states.shape)
-        return PagedKeys.of(key_states, self, self._layer), value_states
+        return PagedKeys.of(key_states, value_states, self, self._layer), value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -341,26 +337,13 @@ def _config_of(module: torch.nn.Module) -> PretrainedConfig | None:
     return config if isinstance(config, PretrainedConfig) else None
 
 
-@contextmanager
-def _attending(configs: list[PretrainedConfig]) -> Iterator[None]:
-    """The attention function is ours inside, and what it was afterwards."""
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config, its_own in zip(configs, before, strict=True):
-            config._attn_implementation_internal = its_own
-
-
 # --- arguments ----------------------------------------------------------------------------------------
 
 
 def _check_model(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
-    if not model.can_generate() or not model._can_set_attn_implementation():
+    if not model.can_generate() or not asks_for_attention(model):
         raise ValueError(f"model: expected one that uses the attention interface, got {type(model).__name__}")
     if model.device.type != "cpu":
         raise ValueError(f"model: expected it on the CPU, got {model.device}")

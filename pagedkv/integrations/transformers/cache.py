@@ -6,17 +6,20 @@ With the attention function ``pagedkv`` it attends as well; with any other the l
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pagedkv import LayerGroup, ModelSequence, PagedKvCache, Step
 from pagedkv.formats import FORMATS
 from pagedkv.integrations.torch import as_rows, as_tensor
-from pagedkv.integrations.transformers.attention import NAME, PagedKeys, count_padding
+from pagedkv.integrations.transformers.attention import NAME, PagedKeys, count_padding, refuse_gradients
+from pagedkv.integrations.transformers.private import attention_of, running_model
 from pagedkv.integrations.transformers.stores import PagedStores
 
 
@@ -36,6 +39,7 @@ class _Batch:
         self._step: Step | None = None  # the running pass
         self._written: set[int] = set()  # layers, in it
         self._kept_rows: torch.Tensor | None = None  # of it, [batch * positions] bool; None: all
+        self._model: weakref.ref[PreTrainedModel] | None = None  # whose layers were looked at
 
     @property
     def size(self) -> int:
@@ -73,14 +77,11 @@ class _Batch:
         options: dict[str, Any],
     ) -> torch.Tensor:
         layer = keys.layer
-        if not keys.is_written and (self._step is None or layer in self._written):
-            self._begin(keys.rows, mask)
+        if self._step is None or layer in self._written:
+            self._begin(keys.plain, mask)
         step = self._step
-        if step is None:
-            raise RuntimeError(f"layer {layer} attends again after its forward pass has ended")
-        if not keys.is_written:
-            self._write(step, layer, keys.rows, value)
-            keys.is_written = True
+        assert step is not None
+        self._write(step, layer, keys.plain, value)
         attended = as_tensor(step.attend(layer, self._pack(query, "float32"), **options), query.dtype)
         self._end_if_complete(step, query.shape[2])
         batch, n_q_heads, n_new, _ = query.shape
@@ -92,7 +93,7 @@ class _Batch:
 
     def _begin(self, rows: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Opens a pass. What is left of one that ended in an exception is taken back first."""
-        self._forget()
+        self._check_model(self._forget())
         batch, _, n_new, _ = rows.shape
         sequences = self._sequences_for(batch)
         total = self.length + n_new
@@ -147,7 +148,7 @@ class _Batch:
 
     def _gather(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._step is None or layer in self._written:
-            self._forget()
+            self._check_model(self._forget())
             batch, _, n_new, _ = keys.shape
             if not self.length:
                 self.skipped = [0] * batch
@@ -178,11 +179,19 @@ class _Batch:
             raise ValueError(f"cache: holds {self.size} sequences, got a batch of {batch}")
         return self.sequences
 
-    def _forget(self) -> None:
-        """Takes back what a pass has begun that ended in an exception."""
+    def _forget(self) -> bool:
+        """Takes back what a pass has begun that never ended, and says whether there was one."""
         step, self._step = self._step, None
         if step is not None and step.state == "open":
             step.rollback()
+        return step is not None
+
+    def _check_model(self, again: bool) -> None:
+        """A pass that never ended failed in a layer, or is that of a model with fewer layers than there are here."""
+        model = running_model()
+        if model is not None and (again or self._model is None or self._model() is not model):
+            self.stores.check_model(model)
+            self._model = weakref.ref(model)
 
     def select(self, rows: list[int]) -> None:
         """The sequences become clones of these. Every block that somebody still holds stays; none is taken."""
@@ -288,8 +297,9 @@ class PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._batch.stores.check_rows(self._layer, key_states.shape, value_states.shape)
-        if self._batch.stores.config._attn_implementation == NAME:
-            return PagedKeys.of(key_states, self._batch, self._layer), value_states
+        refuse_gradients(key_states, value_states)
+        if attention_of(self._batch.stores.config) == NAME:
+            return PagedKeys.of(key_states, value_states, self._batch, self._layer), value_states
         return self._batch.gather(self._layer, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -376,6 +386,33 @@ class PagedCache(Cache):
     def _take(self, batch: _Batch) -> None:
         self._batch = batch
         super().__init__(layers=[PagedLayer(batch, layer) for layer in range(batch.stores.n_layers)])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new rows of a layer; what the attention function gets for keys and values.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor ``[batch, n_kv_heads, positions, head_dim]``
+            New rows.
+        layer_idx : int
+            0 to ``stores.n_layers - 1``.
+        *args, **kwargs
+            Not looked at.
+
+        Returns
+        -------
+        keys, values : torch.Tensor
+            With ``pagedkv`` handles that it alone reads; else the past and the new rows, copied.
+
+        Raises
+        ------
+        ValueError
+            Rows of another shape, or another layer: the cache of another model; rows with gradients.
+        """
+        self.stores.check_rows(layer_idx, key_states.shape, value_states.shape)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def stores(self) -> PagedStores:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as _MASKED
 
 from pagedkv import ModelStores
+from pagedkv.integrations.transformers.private import is_encoder, layers_of
 from pagedkv.shapes import LayerShape, layer_shapes
 
 if TYPE_CHECKING:
@@ -126,13 +125,33 @@ class PagedStores(ModelStores):
         config = model.config if isinstance(model, PreTrainedModel) else model
         if not isinstance(config, PretrainedConfig):
             raise TypeError(f"model: expected a model of transformers or its configuration, got {type(model).__name__}")
-        if config.model_type in _MASKED and config.model_type not in _CAUSAL:
+        if is_encoder(config):
             raise ValueError(f"model: expected a decoder, got {config.model_type}, an encoder")
-        shapes = layer_shapes(config, latent="split")  # as the models hand latents to their caches
+        shapes = _read_shapes(config)
+        if isinstance(model, PreTrainedModel):
+            _check_layers(model, len(shapes))
         self.config = config.get_text_config(decoder=True)
-        if getattr(self.config, "new_decoder_architecture", False):  # Falcon repeats K and V before it caches them
-            shapes = tuple(replace(shape, n_kv_heads=self.config.num_attention_heads) for shape in shapes)
         return shapes
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuses a model whose layers are not those of these stores.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            A model, or the decoder inside it.
+
+        Raises
+        ------
+        ValueError
+            Its layers have other shapes, or are fewer than its configuration says; TypeError too as for the class.
+        """
+        shapes = _read_shapes(model.config)
+        if shapes != tuple(self.group_of(layer).shape for layer in range(self.n_layers)):
+            raise ValueError(
+                f"stores: expected those of this {type(model).__name__}, got {self!r}: another model's cache?"
+            )
+        _check_layers(model, len(shapes))
 
     def check_rows(self, layer: int, k_shape: Sequence[int], v_shape: Sequence[int]) -> None:
         """Refuses K and V that are not of a layer's shape.
@@ -163,3 +182,23 @@ class PagedStores(ModelStores):
                     f"{name}_states: expected [batch, {shape.n_kv_heads}, positions, {head_dim}] in layer {layer}, "
                     f"got {list(got)}"
                 )
+
+
+def _read_shapes(config: PretrainedConfig) -> tuple[LayerShape, ...]:
+    """What the layers hand to their caches."""
+    shapes = layer_shapes(config, latent="split")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "new_decoder_architecture", False):  # Falcon repeats K and V before it caches them
+        shapes = tuple(replace(shape, n_kv_heads=text.num_attention_heads) for shape in shapes)
+    return shapes
+
+
+def _check_layers(model: PreTrainedModel, n_layers: int) -> None:
+    """A pass ends with the last layer's rows: one that never comes would be waited for."""
+    found = layers_of(model)
+    missing = [layer for layer in range(n_layers) if layer not in found]
+    if found and missing:
+        raise ValueError(
+            f"model: expected the {n_layers} layers of its configuration, got a {type(model).__name__} without layer "
+            f"{missing[0]}; set config.num_hidden_layers to what it runs, or use the cache of its own model"
+        )
