@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 from attention_support import SETS, forced
 from hostile import World
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from prefix_support import Clock
 
 import pagedkv
 
 # An example of the state machine is up to 50 moves, each followed by the comparison of all that can be seen.
 # test_model.py walks as well, in proportion to max_examples: "ci" makes above 10**5 moves in all, "long" 10**6.
-_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+# Nothing is explained: its trace function would be what has no memory, or what is interrupted.
+_phases = [phase for phase in Phase if phase is not Phase.explain]
+_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True, "phases": _phases}
 for _name, _max_examples in (("quick", 50), ("default", 250), ("ci", 1000), ("long", 10_000)):
     settings.register_profile(_name, max_examples=_max_examples, stateful_step_count=50, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

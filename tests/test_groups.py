@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import run_python, unsanitized
+from proof_starved import can_starve, testcapi
 
 import pagedkv
 from pagedkv import LayerShape, ModelSequence, ModelStores
@@ -159,6 +160,7 @@ def test_resize_evicts_what_was_used_longest_ago():
     stores.prefixes.check()
 
 
+@unsanitized
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux is asked for pages back")
 def test_memory_goes_from_one_store_to_another():
     """96 MiB for a windowed layer and a full one. What the window leaves free is given back when the other needs it."""
@@ -367,21 +369,22 @@ def test_room_for_a_sequence_is_what_can_be_reserved(seed):
         pagedkv.room_for(stores, pagedkv.PagedKvCache())
 
 
+@can_starve
 @unsanitized
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_a_sequence_that_has_no_memory_to_reserve_is_not_held_by_anybody(chunk):
     stores = ModelStores([LayerShape(None, 1, 2), LayerShape(8, 1, 2)], 16, block_size=4)
-    testing, refused = pytest.importorskip("_testcapi"), 0
+    refused = 0
     for n in range(60):
         sequence = ModelSequence(stores)
         sequence.reserve(4)
-        testing.set_nomemory(n, n + 1)
+        testcapi.set_nomemory(n, n + 1)
         try:
             sequence.reserve(8, chunk=chunk)
         except MemoryError:
             refused += 1
         finally:
-            testing.remove_mem_hooks()
+            testcapi.remove_mem_hooks()
         del sequence
         assert [store.free_block_count for store in stores.stores] == [16, 16]
     assert 3 < refused < 60

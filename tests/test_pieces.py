@@ -13,13 +13,9 @@ import numpy as np
 import pytest
 from dtype_reference import DTYPES, SCALED, STORED
 from helpers import refused, unchanged, unsanitized
+from proof_starved import can_starve, testcapi
 
 import pagedkv
-
-try:
-    import _testcapi
-except ImportError:  # it is CPython's, and not in all builds of it
-    _testcapi = None
 
 
 def make(dtype="float32", total_blocks=8, **options):
@@ -504,7 +500,7 @@ def test_nobody_makes_or_copies_them():
                 way(made)
 
 
-@pytest.mark.skipif(_testcapi is None, reason="needs CPython's test of its own C API")
+@can_starve
 @unsanitized
 def test_a_commit_without_memory_has_changed_nothing():
     store, ended = make(), 0
@@ -512,11 +508,11 @@ def test_a_commit_without_memory_has_changed_nothing():
         filling = store.fill(5)
         views = filling.views
         try:
-            _testcapi.set_nomemory(n, n + 1)
+            testcapi.set_nomemory(n, n + 1)
             try:
                 filling.commit()
             finally:
-                _testcapi.remove_mem_hooks()
+                testcapi.remove_mem_hooks()
         except MemoryError:
             with pytest.raises(RuntimeError, match="expected one that is committed"):
                 _ = filling.ids

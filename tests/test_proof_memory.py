@@ -12,11 +12,11 @@ import proof_prefix  # noqa: F401  adds its scenarios
 import pytest
 from proof_core import SCENARIOS
 from proof_judge import conclude, judge
-from proof_starved import starve
+from proof_starved import can_starve, starve
 from proof_world import ROUNDS
 
-pytest.importorskip("_testcapi")  # of CPython, and not of all builds of it
 pytestmark = [
+    can_starve,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # the caller's own code too
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
