@@ -15,7 +15,7 @@ attention reads straight through the tables. Each name below has a page of its o
   `Room`.
 - Looking at it: `PagedKvStore.block_map` with `BlockMap`, `StoreStats`, `GroupStats`, `PrefixStats`, `cpu_info` with
   `CpuInfo`.
-- Threads: `get_num_threads`, `set_num_threads`.
+- Threads: `get_num_threads`, `set_num_threads`, `use_openmp`.
 - Errors: `PagedKvError`, `PagedStoreExhausted`, `KvPoolExhausted`. Whatever raises has changed nothing.
 
 Modules of their own: `pagedkv.serving`, continuous batching; `pagedkv.shapes`, a model's layers from its configuration;
@@ -52,7 +52,7 @@ from pagedkv.shapes import LayerShape
 from pagedkv.stats import GroupStats, KnownBlock, PrefixEvent, PrefixStats, StoreStats
 from pagedkv.step import Step
 from pagedkv.store import PagedKvStore
-from pagedkv.threads import get_num_threads, set_num_threads
+from pagedkv.threads import get_num_threads, set_num_threads, use_openmp
 from pagedkv.viz import BlockMap
 
 __version__ = "0.1.0"
@@ -94,4 +94,5 @@ __all__ = [
     "reorder",
     "room_for",
     "set_num_threads",
+    "use_openmp",
 ]

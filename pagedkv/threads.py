@@ -6,8 +6,8 @@ import math
 import os
 from typing import SupportsIndex
 
-from pagedkv._arrays import as_thread_count
-from pagedkv._kernels.parallel import get_limit, set_limit
+from pagedkv._arrays import as_flag, as_thread_count
+from pagedkv._kernels.parallel import get_limit, set_limit, use_team
 
 
 def get_num_threads() -> int:
@@ -61,6 +61,73 @@ def set_num_threads(n: SupportsIndex) -> None:
     >>> pagedkv.set_num_threads(before)
     """
     set_limit(as_thread_count(n, "n"))
+
+
+def use_openmp(on: bool = True) -> bool:
+    """Compute on the threads of an OpenMP runtime that the process has loaded, torch's, and not on the library's own.
+
+    Between two layers' attention a model computes other things on those threads. They spin for milliseconds when they
+    have done their part, and take CPUs from the library's helpers meanwhile; on one set of threads nobody does. It is
+    for one thread that computes: others that call at the same time have teams of their own.
+
+    Parameters
+    ----------
+    on : bool, optional
+        False: on the library's own threads again.
+
+    Returns
+    -------
+    bool
+        Whether it does now; False where no runtime is loaded that speaks GCC's interface: libgomp, and on Linux LLVM's
+        libomp and Intel's libiomp5.
+
+    Raises
+    ------
+    TypeError
+        No bool.
+
+    Notes
+    -----
+    Threads: one setting for the process, and what runs goes on as it began. A forked child computes on the library's
+    own threads again, since it has none of its parent's. The number of threads is what it was: that of the call, or
+    `get_num_threads`.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> found = pagedkv.use_openmp()                       # True where torch was imported
+    >>> pagedkv.use_openmp(False)
+    False
+    """
+    address = _find_team() if as_flag(on, "on") else 0
+    use_team(address)
+    return address != 0
+
+
+def _find_team() -> int:
+    """The address of GOMP_parallel in a library that is loaded, or 0."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return 0
+    import ctypes
+
+    for path in (None, *_loaded_libraries()):
+        try:
+            function = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0
+
+
+def _loaded_libraries() -> list[str]:
+    """Files of OpenMP runtimes in the process; loaded for another library alone, names do not find them."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+            paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in file}
+    except OSError:
+        return []
+    names = ("libgomp", "libiomp5", "libomp")
+    return sorted(path for path in paths if os.path.basename(path).startswith(names))
 
 
 def usable_cpus() -> int:

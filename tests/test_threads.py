@@ -1,5 +1,6 @@
 """Many threads on one store, and one sequence in two threads."""
 
+import ctypes
 import os
 import random
 import sys
@@ -376,3 +377,51 @@ def test_the_default_respects_the_affinity():
         print(pagedkv.get_num_threads())
     """
     assert run_python(code, PAGEDKV_NUM_THREADS="").strip() == "1"
+
+
+# --- the threads of an OpenMP runtime ----------------------------------------------------------------
+
+OPENMP = """
+    import ctypes, os
+    import numpy as np, pagedkv
+
+    def count():
+        return len(os.listdir("/proc/self/task"))
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in [(8, 8, 64), (3000, 2, 64), (3000, 2, 64)])
+    expected = pagedkv.attention(q, k, v, n_threads=1)
+    print(pagedkv.use_openmp())                                    # none is loaded
+    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_LOCAL)            # as for another library alone
+    print(pagedkv.use_openmp(), pagedkv.use_openmp(True))
+    before = count()
+    for n_threads in (1, 2, 3):
+        assert (pagedkv.attention(q, k, v, n_threads=n_threads) == expected).all()
+    print(count() - before)                                        # the two that three threads are more than one
+    if os.fork() == 0:                                             # which has none of them
+        assert (pagedkv.attention(q, k, v, n_threads=2) == expected).all()
+        print("child", count(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+    print(pagedkv.use_openmp(False))
+    before = count()
+    assert (pagedkv.attention(q, k, v, n_threads=2) == expected).all()
+    print(count() - before)                                        # a helper of the library's own
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_the_threads_of_an_openmp_runtime():
+    try:
+        ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        pytest.skip("there is no libgomp")
+    said = run_python(OPENMP, OPENBLAS_NUM_THREADS="1").split()
+    assert said == ["False", "True", "True", "2", "child", "2", "False", "1"]
+
+
+def test_use_openmp_takes_a_bool():
+    for wrong in (1, None, "yes"):
+        with pytest.raises(TypeError, match="^on: expected"):
+            pagedkv.use_openmp(wrong)
+    assert pagedkv.use_openmp(False) is False

@@ -525,6 +525,8 @@ def example_threads() -> None:
     before = assert_type(pagedkv.get_num_threads(), int)
     pagedkv.set_num_threads(1)
     pagedkv.set_num_threads(before)
+    assert_type(pagedkv.use_openmp(), bool)
+    pagedkv.use_openmp(False)
     info = assert_type(pagedkv.cpu_info(), pagedkv.CpuInfo)
     assert_type(info.simd + info.huge_pages, str)
     assert_type(info.available + info.features, tuple[str, ...])

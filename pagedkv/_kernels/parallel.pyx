@@ -7,6 +7,8 @@ cdef extern from "pool.h" nogil:
     void atomic_store(atomic_int* value, int desired)
     void pool_run(task_fn task, void* context, Py_ssize_t n_tasks, int n_threads)
     void pool_start()
+    void pool_use_team(Py_ssize_t address)
+    bint pool_has_team()
 
 
 cdef void parallel_for(task_fn fn, void* context, Py_ssize_t n_tasks, int n_threads) noexcept nogil:
@@ -30,6 +32,16 @@ def get_limit():
 def set_limit(int n):
     """Set that number; the caller has checked it."""
     atomic_store(&pool_limit, n)
+
+
+def use_team(Py_ssize_t address):
+    """Compute on the threads of another runtime, whose GOMP_parallel is at this address; 0: on the pool's own."""
+    pool_use_team(address)
+
+
+def has_team():
+    """Whether it does."""
+    return bool(pool_has_team())
 
 
 pool_start()

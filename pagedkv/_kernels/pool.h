@@ -18,6 +18,10 @@
  * Threads and locks are CPython's portable ones (they need no interpreter state), so the pool is the
  * same on every platform. A forked child has none of its parent's threads: it forgets the pool and
  * starts anew.
+ *
+ * Where another runtime keeps threads in the same process, OpenMP's beside a model's other layers, two sets of them
+ * take the CPUs from each other: its threads spin after their work and ours wait, or sleep when they are wanted. Then
+ * its threads can do the tasks: `pool_team` is its way to call a function on each of them.
  */
 #ifndef PAGEDKV_POOL_H
 #define PAGEDKV_POOL_H
@@ -63,7 +67,11 @@ typedef struct {
     PyThread_type_lock wake;  /* locked, but for the moment in which a sleeper is called */
 } pool_helper;
 
+/* GOMP_parallel's signature, which the OpenMP runtimes of GCC and LLVM have: fn(data) on every thread of a team. */
+typedef void (*pool_team)(void (*fn)(void *data), void *data, unsigned n_threads, unsigned flags);
+
 static pool_helper pool_helpers[POOL_MAX_HELPERS];
+static _Atomic(pool_team) pool_borrowed_team = NULL;
 static atomic_int pool_limit = 1;   /* threads that may compute at once when a call names no number */
 static atomic_int pool_running = 0; /* callers and helpers that compute now */
 
@@ -75,6 +83,8 @@ static void pool_work(pool_job *job) {
         job->task(job->context, index);
     }
 }
+
+static void pool_work_in_team(void *job) { pool_work((pool_job *)job); }
 
 static void pool_helper_main(void *arg) {
     pool_helper *self = (pool_helper *)arg;
@@ -173,6 +183,11 @@ static void pool_run(pool_task task, void *context, Py_ssize_t n_tasks, int n_th
     job.n_tasks = n_tasks;
     atomic_init(&job.next, 0);
     atomic_init(&job.n_helping, 0);
+    pool_team team = atomic_load_explicit(&pool_borrowed_team, memory_order_acquire);
+    if (team != NULL) {
+        team(pool_work_in_team, &job, (unsigned)n_threads, 0);
+        return;
+    }
     atomic_fetch_add(&pool_running, 1);
     while (n_borrowed < n_threads - 1 && n_borrowed < POOL_MAX_HELPERS &&
            atomic_load_explicit(&pool_running, memory_order_relaxed) < limit) {
@@ -193,8 +208,12 @@ static void pool_run(pool_task task, void *context, Py_ssize_t n_tasks, int n_th
 static void pool_forget(void) {
     memset(pool_helpers, 0, sizeof pool_helpers); /* the parent's threads and locks are not ours */
     atomic_store(&pool_running, 0);
+    atomic_store(&pool_borrowed_team, (pool_team)NULL); /* nor are its teams */
 }
 #endif
+
+static void pool_use_team(Py_ssize_t address) { atomic_store(&pool_borrowed_team, (pool_team)address); }
+static int pool_has_team(void) { return atomic_load(&pool_borrowed_team) != NULL; }
 
 static void pool_start(void) {
 #ifndef _WIN32

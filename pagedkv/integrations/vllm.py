@@ -90,6 +90,7 @@ def _make_backend() -> type:
             self._writer: AttentionBatch | None = None
             self._blocks: tuple[int, np.ndarray[Any, Any] | None] = (0, None)
             if reason is None:
+                pagedkv.use_openmp()  # here: in the process that computes
                 logger.info_once("pagedkv: attends, with %s", pagedkv.cpu_info().simd)
             else:
                 logger.warning_once("pagedkv: %s; layers of that kind keep vLLM's own attention", reason)
