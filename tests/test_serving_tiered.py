@@ -9,6 +9,7 @@ pytest.importorskip("gguf", reason="needs the extra: pip install pagedkv[demo]")
 from serving_support import alone, load, run, server, tokens
 from test_tiered import LONG, Gate, MemoryTier
 
+from pagedkv import PagedStoreExhausted
 from pagedkv.demo.engine import Engine
 from pagedkv.serving import ModelStores, Scheduler
 from pagedkv.tiers import TieredPrefixes
@@ -137,6 +138,31 @@ def test_a_request_that_needs_what_is_being_stored_waits_for_it(model, n):
         served.engine.step()
     assert request.finish_reason is None
     gate.go.set()
+    run(served)
+    assert request.generated == alone(model, prompt, 44 - n)
+    assert served.tiered.close(LONG)
+
+
+@pytest.mark.parametrize("n", [40, 28])
+def test_a_request_that_needs_what_a_hung_tier_holds_is_told(model, monkeypatch, n):
+    """It does not wait for ever: the stores say what is missing, and it keeps its turn."""
+    monkeypatch.setattr("pagedkv.tiers.tiered._HANGS", 0.3)
+    gate = Gate({}, "store", 2)
+    served = over(model, gate, deadline=0.3, n_blocks=11)
+    first = served.engine.submit(tokens(9, 1), 2)
+    while first.finish_reason is None:
+        served.engine.step()
+    assert gate.hangs.wait(LONG)
+    prompt = tokens(n, 2)
+    request, started = served.engine.submit(prompt, 44 - n), time.monotonic()
+    with pytest.raises(PagedStoreExhausted):
+        run(served, most_steps=100_000)
+    assert 0.2 < time.monotonic() - started < LONG
+    with pytest.raises(PagedStoreExhausted):
+        served.engine.step()
+    assert request.finish_reason is None
+    gate.go.set()
+    assert served.tiered.flush(LONG)
     run(served)
     assert request.generated == alone(model, prompt, 44 - n)
     assert served.tiered.close(LONG)

@@ -431,7 +431,7 @@ def test_the_deadline_gives_what_was_there_by_then(method, after, n):
         # What comes late is as right as what comes in time, and no sequence has it.
         before = bits(tiered.prefixes.store, cache)
         gate.go.set()
-        while tiered._loader.doing is not None:
+        while tiered.is_busy:
             time.sleep(0.01)
         assert bits(tiered.prefixes.store, cache) == before
         assert tiered.stats().late == 1

@@ -128,9 +128,9 @@ class Loader:
         self._worker.forget()
         self._patience = Patience()
 
-    @property
-    def doing(self) -> Loading | None:
-        return self._worker.doing
+    def is_moving(self, seconds: float) -> bool:
+        """Whether it loads, and has brought something in the last so many seconds."""
+        return self._worker.is_moving(seconds)
 
     @property
     def n_waiting(self) -> int:
@@ -194,6 +194,7 @@ class Loader:
                 if moved.wrong is not None:
                     self._counts.add(corrupt=moved.wrong.startswith("wrong "))
                     return moved.wrong
+                self._worker.moved()
                 n_known = self._known(ids, name)
                 loading._tokens, loading._nbytes = max(n_known - n_before, 0), loading._nbytes + moved.nbytes
                 self._counts.add(loaded=1, loaded_bytes=moved.nbytes)

@@ -54,9 +54,9 @@ class Storer:
         self._worker.forget()
         self._patience = Patience()
 
-    @property
-    def doing(self) -> _Known | None:
-        return self._worker.doing
+    def is_moving(self, seconds: float) -> bool:
+        """Whether it stores, and has stored something in the last so many seconds."""
+        return self._worker.is_moving(seconds)
 
     @property
     def n_waiting(self) -> int:
@@ -113,6 +113,7 @@ class Storer:
             return
         for group in self._records(ids[:n], name):
             for moved in group.store(self._tier, n, lambda: not self._goes_on):
+                self._worker.moved()
                 if moved.wrong is not None:
                     self._counts.add(refused=1)
                     return

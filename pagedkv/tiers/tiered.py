@@ -27,6 +27,8 @@ from pagedkv.tiers.prompts import GroupRecords, Ids, formats_of
 from pagedkv.tiers.storing import Storer
 from pagedkv.tiers.tier import Tier
 
+_HANGS = 5.0  # seconds without a record after which a tier hangs, unless a load may take longer
+
 
 class TieredPrefixes:
     """A prefix cache with a tier behind it: what memory does not know comes from there, and what is known goes there.
@@ -305,8 +307,12 @@ class TieredPrefixes:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it loads or stores something now: then it holds blocks that are free or evictable a little later."""
-        return self._loader.doing is not None or self._storer.doing is not None
+        """Whether it loads or stores now, and holds blocks that are free or evictable a little later.
+
+        Not so when nothing has come or gone for seconds: a tier that hangs is not waited for.
+        """
+        seconds = max(self._deadline, _HANGS)
+        return self._loader.is_moving(seconds) or self._storer.is_moving(seconds)
 
     def stats(self) -> TieredStats:
         """What was done so far: a `TieredStats`."""

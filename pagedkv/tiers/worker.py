@@ -30,6 +30,15 @@ class Worker(Generic[_Job]):
         self._waiting: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
         self.doing: _Job | None = None
+        self._moved = 0.0
+
+    def moved(self) -> None:
+        """The job goes on: it has done a part of what it does."""
+        self._moved = time.monotonic()
+
+    def is_moving(self, seconds: float) -> bool:
+        """Whether there is a job, and it has begun or gone on in the last so many seconds."""
+        return self.doing is not None and time.monotonic() - self._moved < seconds
 
     @property
     def n_waiting(self) -> int:
@@ -58,6 +67,7 @@ class Worker(Generic[_Job]):
                     self._thread = None
                     self._changed.notify_all()
                     return
+                self.moved()
                 self.doing = self._waiting.popleft()
             try:
                 self._do(self.doing)
