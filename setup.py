@@ -22,7 +22,8 @@ MODULES = {
     "pagedkv._kernels.simd": [
         f"pagedkv/_kernels/{name}"
         for name in ("simd_avx512.c", "simd_avx2.c", "simd_sse2.c", "simd_plain.c", "simd_neon.c", "simd.h",
-                     "simd_sets.h", "simd_bodies.h", "simd_math.h", "simd_dtypes.h", "attend_rows.h", "attend_tile.h")
+                     "simd_sets.h", "simd_bodies.h", "simd_math.h", "simd_turn.h", "simd_dtypes.h", "attend_rows.h",
+                     "attend_tile.h")
     ],
     "pagedkv._kernels.rows": ["pagedkv/_kernels/stream.h", "pagedkv/_kernels/simd.h"],
     "pagedkv._kernels.parallel": ["pagedkv/_kernels/pool.h"],

@@ -20,7 +20,7 @@ class _HasRows(Protocol):
 _Floats: TypeAlias = npt.NDArray[np.float32] | memoryview[Any] | _HasFloats
 _Rows: TypeAlias = npt.NDArray[np.float32 | np.float16 | np.uint16] | memoryview[Any] | _HasRows
 # As stored, too: values and their scales; the bytes of whole rows.
-_StoredRows: TypeAlias = _Rows | tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]] | npt.NDArray[np.uint8]
+_StoredRows: TypeAlias = _Rows | tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]] | npt.NDArray[np.uint8]
 _Ints: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
 _BlockIds: TypeAlias = list[int] | tuple[SupportsIndex, ...] | range | npt.NDArray[np.integer[Any]]
 _Real: TypeAlias = float | np.floating[Any]

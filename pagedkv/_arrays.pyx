@@ -249,8 +249,7 @@ cdef class RowLayout:
 
     cdef list scales_shape(self):
         """Of a row."""
-        n = self.row.scale_bytes // self.format.scale.itemsize
-        return [self.row.n_heads] if n == 1 else [self.row.n_heads, n]
+        return [self.row.n_heads, self.row.scale_bytes // self.format.scale.itemsize]
 
     cdef cnp.ndarray pack(self, tuple parts, str name, Py_ssize_t n_layers, Py_ssize_t count):
         cdef str expected = self.wanted(n_layers, count)
@@ -288,6 +287,7 @@ def make_layout(name, n_heads, head_dim):
     row.n_heads = n_heads
     row.head_dim = head_dim
     row.row_bytes, row.head_bytes, row.scales, row.scale_bytes = sizes
+    row.turn_width = format.turn_width(head_dim)
     return layout
 
 

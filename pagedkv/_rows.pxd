@@ -18,7 +18,7 @@ cdef class BlockRows:
     cdef float[:, :, ::1] floats            # float32: [n_layers, total_blocks * block_size, width]
     cdef unsigned char[:, :, ::1] packed    # any other: [n_layers, total_blocks * block_size, row_bytes]
     cdef object blocks                      # what is stored, read-only: [n_layers, total_blocks, block_size, width]
-    cdef object scales                      # the same of scales, [..., n_heads], or None where the dtype has none
+    cdef object scales                      # the same of scales, [..., n_heads, groups], or None where the dtype has none
 
     # What an array that _arrays has checked holds, a row a position of each layer; valid as long as the array.
     cdef inline GivenRows given(self, cnp.ndarray rows) noexcept:

@@ -5,7 +5,7 @@ that users see look into.
 """
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint16_t
 
 from pagedkv._arrays cimport RowLayout, as_format, empty_bytes
 from pagedkv._kernels.rows cimport copy_rows, erase_rows, gather_rows, in_blocks, row_at, write_row, write_rows
@@ -52,7 +52,8 @@ cdef class BlockRows:
         self.blocks = rows[..., :n_heads * layout.row.head_bytes].view(format.stored)
         self.scales = None
         if format.scale is not None:
-            self.scales = rows[..., layout.row.scales:].view(format.scale)
+            scales = rows[..., layout.row.scales:].view(format.scale)
+            self.scales = scales.reshape(*scales.shape[:3], n_heads, -1)
 
     # --- moving them ---
 
@@ -132,3 +133,5 @@ cdef class BlockRows:
         view.item_bytes = self.layout.row.head_bytes // self.head_dim
         view.dtype = self.layout.row.dtype
         view.scales = self.layout.row.scales
+        view.n_scales = self.layout.row.scale_bytes // <Py_ssize_t>sizeof(uint16_t)
+        view.turn_width = self.layout.row.turn_width

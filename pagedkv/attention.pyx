@@ -236,7 +236,7 @@ cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssiz
     view.head_dim = head_dim
     view.item_bytes = sizeof(float)
     view.dtype = SIMD_F32
-    view.scales = 0
+    view.scales = view.n_scales = view.turn_width = 0
 
 
 # --- for whoever has a batch ready -------------------------------------------------------------------

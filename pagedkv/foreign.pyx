@@ -501,7 +501,7 @@ cdef void view_rows(RowView* view, const Tensor* given, int rows) noexcept:
     view.dtype = given.dtype
     # NumPy says nothing of the stride of one head; the kernels are told of heads side by side.
     view.head_bytes = given.strides[heads] if given.shape[heads] > 1 else view.head_dim * view.item_bytes
-    view.scales = 0
+    view.scales = view.n_scales = view.turn_width = 0
 
 
 cdef void view_heads(HeadsView* view, const Tensor* given) noexcept:

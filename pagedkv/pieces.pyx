@@ -145,8 +145,8 @@ cdef class BlockPieces:
     Notes
     -----
     Order: block after block, as they were asked for; of a block layer after layer; of a layer K, then V. Each view is
-    ``block_size`` rows, and a row ``n_kv_heads * head_dim`` values in the store's dtype; in an int8 store zeros follow up to
-    a multiple of 4 bytes, and then the float32 scales of its heads. What was not written yet holds anything.
+    ``block_size`` rows, and a row ``n_kv_heads * head_dim`` values in the store's dtype; in an int8 store a zero follows
+    where they are odd in number, and then the float16 scales of its heads. What was not written yet holds anything.
 
     Threads: any number may read. It may be released by any thread, and at any time.
 

@@ -124,8 +124,8 @@ cdef class PagedKvCache:
         k_step, v_step : array, float32
             ``[width]`` or ``[n_kv_heads, head_dim]``; one row a layer, ``[n_layers, ...]``, where the
             store has several layers. Rows as they are stored are taken too: float16, the bits of bfloat16 as uint16, a
-            tuple of int8 values and their float32 scales ``[..., n_kv_heads]``; in any dtype uint8, the bytes of whole
-            rows as `PagedKvStore.pieces` shows them.
+            tuple of int8 values, turned, and their float16 scales ``[..., n_kv_heads, groups]``; in any dtype uint8, the
+            bytes of whole rows as `PagedKvStore.pieces` shows them.
 
         Raises
         ------

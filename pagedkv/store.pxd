@@ -78,6 +78,7 @@ cdef class PagedKvStore:
     # Ends every call that changed something: a store in debug mode checks its books.
     cdef int after_change(self) except -1
     cdef int check_books(self) except -1
+    cdef str turned(self)
     cdef object view(self, object blocks, object id, object layer, object offset)
     cdef list tables_of(self, object caches)
 

@@ -54,8 +54,8 @@ prefault=False, debug=False)\n--\n
     v_head_dim : int, optional
         Values of a V head where they are not ``head_dim``.
     dtype : str or dtype-like, optional
-        What a value is stored as: "float32"; "float16" or "bfloat16", half the bytes; or "int8", a
-        quarter, with a float32 scale for each row and head. Rows go in and come out as float32 all the same.
+        What a value is stored as: "float32"; "float16" or "bfloat16", half the bytes; or "int8", 1.0625 bytes: heads are
+        turned, and have a float16 scale for each 32 values. Rows go in and come out as float32 all the same.
         float16 ends at 65504: a value that is rounded beyond it, such as 65520, becomes infinite.
     prefault : bool, optional
         Touch all memory now. Without it a block costs memory from its first write on.
@@ -82,8 +82,13 @@ prefault=False, debug=False)\n--\n
     -----
     Memory: K and V are one buffer each, ``[n_layers, total_blocks, block_size, width]``. Garbage collection frees it.
 
-    Rounding: to nearest, ties to even. An int8 head is scaled by its greatest magnitude / 127; one
-    with a value that is not finite reads as NaN, and every other one as finite values.
+    Rounding: to nearest, ties to even. An int8 group is scaled by its greatest magnitude / 127, rounded to float16; one
+    with a value that is not finite, or beyond 127 * 65504, reads as NaN, and no other does. One with none beyond 8e-6 is
+    coarse, and with none beyond 4e-6 zero.
+
+    Turned: the width of an int8 head is cut into the largest powers of two that divide it, of 16 to 1024 values, and each of
+    these is multiplied by the orthonormal Hadamard matrix. Queries are turned alike, and the output is turned back; so is
+    what `PagedKvCache.to_contiguous` gives. Heads whose width 16 does not divide stay as they come.
 
     Threads: any number of threads may use a store at once. Counts change atomically; bytes are
     moved without the GIL.
@@ -302,7 +307,13 @@ prefault=False, debug=False)\n--\n
     def __repr__(self):
         return (f"{type(self).__name__}(block_size={self.block_size}, total_blocks={self.total_blocks}, "
                 f"n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, n_layers={self.n_layers}, dtype={self.dtype!r}, "
-                f"free_block_count={self.blocks.n_free()})")
+                f"{self.turned()}free_block_count={self.blocks.n_free()})")
+
+    cdef str turned(self):
+        """How many values of a K and of a V head are turned together, where the dtype turns any."""
+        if not self.k.layout.format.turned:
+            return ""
+        return f"turned={(self.k.layout.row.turn_width, self.v.layout.row.turn_width)}, "
 
     def __reduce__(self):
         raise TypeError("PagedKvStore: cannot be copied or pickled, sequences hold its blocks by id")
@@ -310,7 +321,7 @@ prefault=False, debug=False)\n--\n
     # --- reading ---
 
     def k_row(self, id, offset, layer=0):
-        """The K row of one position, as a read-only view ``[k_width]`` of what is stored.
+        """The K row of one position, as a read-only view ``[k_width]`` of what is stored: of an int8 store, turned.
 
         Parameters
         ----------
@@ -325,7 +336,7 @@ prefault=False, debug=False)\n--\n
         -------
         array ``[k_width]``, float32, float16 or int8, or the bits of bfloat16 as uint16
             Read-only. It shows what is written there later, also by another holder once the block was given back. The
-            int8 values of head ``h`` stand for themselves times ``k_scales(id, layer)[offset, h]``.
+            int8 value ``d`` of head ``h`` stands for itself times ``k_scales(id, layer)[offset, h, d // 32]``.
 
         Raises
         ------
@@ -349,14 +360,15 @@ prefault=False, debug=False)\n--\n
         return self.view(self.v.blocks, id, layer, ...)
 
     def k_scales(self, id, layer=0):
-        """The scales of a block's K rows in an int8 store: a read-only float32 view ``[block_size, n_kv_heads]``.
+        """The scales of a block's K rows in an int8 store: a read-only float16 view ``[block_size, n_kv_heads, groups]``.
 
+        A group is 32 values of a head, as they are stored; the last one may be fewer.
         Arguments and errors as for `k_row`, and a ValueError where the store is not int8.
         """
         return self.view(self.k.scales, id, layer, ...)
 
     def v_scales(self, id, layer=0):
-        """The scales of a block's V rows, float32 ``[block_size, n_kv_heads]``. Arguments and errors as for `k_scales`."""
+        """The scales of a block's V rows, as for `k_scales`. Arguments and errors as for `k_scales`."""
         return self.view(self.v.scales, id, layer, ...)
 
     cdef object view(self, object blocks, object id, object layer, object offset):

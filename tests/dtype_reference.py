@@ -1,6 +1,7 @@
 """What a store of each dtype keeps of float32 rows, and what they read as, in plain NumPy. Imports nothing of pagedkv.
 
-Rows have a last axis of heads and values, ``[..., n_heads, head_dim]``: int8 has one scale for each head of a row.
+Rows have a last axis of heads and values, ``[..., n_heads, head_dim]``; int8 has a scale for each 32 values of a head,
+which it turns first.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 
 @dataclass
 class Rows:
-    """``values`` are ``[..., n_heads, head_dim]`` as they are stored; ``scales``, if it has any, ``[..., n_heads]``."""
+    """``values`` are ``[..., n_heads, head_dim]`` as stored; ``scales``, if any, ``[..., n_heads, groups]``."""
 
     dtype: str
     values: np.ndarray
@@ -19,7 +20,7 @@ class Rows:
 
     @classmethod
     def zeros(cls, dtype, *shape):
-        scales = np.zeros(shape[:-1], np.float32) if dtype in SCALED else None
+        scales = np.zeros((*shape[:-1], -(-shape[-1] // GROUP)), np.float16) if dtype in SCALED else None
         return cls(dtype, np.zeros(shape, STORED[dtype]), scales)
 
     def __getitem__(self, index):
@@ -31,11 +32,8 @@ class Rows:
             self.scales[index] = other.scales
 
     def decode(self):
-        return KINDS[self.dtype].decode(self.values) if self.scales is None else self.scaled()
-
-    def scaled(self):
-        with np.errstate(over="ignore", invalid="ignore"):
-            return KINDS[self.dtype].decode(self.values) * self.scales[..., None]
+        parts = [self.values] if self.scales is None else [self.values, self.scales]
+        return KINDS[self.dtype].decode(*parts)
 
 
 def encode(dtype, rows):
@@ -68,23 +66,68 @@ def to_bfloat16(rows):
     return np.where(np.isnan(rows), quiet, rounded).astype(np.uint16)
 
 
+# --- int8 --------------------------------------------------------------------------------------------
+
+GROUP = 32
+
+
+def turn_width(head_dim):
+    """Values of a head that are turned together: the largest power of two in it, 16 to 1024, or none, which is 1."""
+    width = min(head_dim & -head_dim, 1024)
+    return width if width >= 16 else 1
+
+
+def turn(rows):
+    """Heads ``[..., head_dim]`` times Hadamard matrices / sqrt(width): what is 1, 2, 4, ... apart added, subtracted."""
+    width = turn_width(rows.shape[-1])
+    turned, apart = rows.reshape(rows.size // width, width), 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        while apart < width:
+            pairs = turned.reshape(len(turned), width // (2 * apart), 2, apart)
+            a, b = pairs[:, :, 0], pairs[:, :, 1]
+            turned = np.stack([a + b, a - b], axis=2).reshape(-1, width)
+            apart *= 2
+        turned = turned.reshape(rows.shape) * np.float32(1 / np.sqrt(width))
+    assert turned.dtype == np.float32
+    return turned
+
+
+def in_groups(heads):
+    """``[..., groups, 32]``, the last one filled with zeros."""
+    padding = -heads.shape[-1] % GROUP
+    return np.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, padding)]).reshape(
+        *heads.shape[:-1], (heads.shape[-1] + padding) // GROUP, GROUP
+    )
+
+
 def to_int8(rows):
-    """Values and a scale a head: the largest magnitude is 127. A head with a value that is not finite reads as NaN."""
+    """Values, a float16 for each 32 of them: about its greatest magnitude / 127, or NaN where that is not finite."""
+    groups = in_groups(turn(rows))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scales = np.abs(rows).max(axis=-1) / np.float32(127)
-        # 127 times a scale that was rounded up may be beyond float32: then the next smaller one.
-        beyond = np.isfinite(scales) & np.isinf(scales * np.float32(127))
-        scales = np.where(beyond, np.nextafter(scales, np.float32(0)), scales)
-        scales = np.where(np.isfinite(rows).all(axis=-1), scales, np.float32(np.nan)).astype(np.float32)
-        quotients = np.rint(rows / scales[..., None])
-    # A scale below the normal numbers is coarse, so that a quotient may be beyond 127.
-    usable = (scales > 0)[..., None] & np.isfinite(quotients)
-    return np.where(usable, np.clip(quotients, -127, 127), 0).astype(np.int8), scales
+        scales = (np.abs(groups).max(axis=-1) / np.float32(127)).astype(np.float16)
+        fine = np.isfinite(groups).all(axis=-1) & np.isfinite(scales)
+        inverse = np.where(fine & (scales > 0), 1 / scales.astype(np.float32), np.float32(0))
+        # A scale below the normal numbers is coarse, so that a quotient may be beyond 127.
+        values = np.clip(np.rint(groups * inverse[..., None]), -127, 127)
+    values = np.where(fine[..., None], values, 0).astype(np.int8)
+    flat = values.reshape(*rows.shape[:-1], values.shape[-2] * GROUP)[..., : rows.shape[-1]]
+    return flat, np.where(fine, scales, np.float16(np.nan))
+
+
+def scale_groups(values, scales):
+    """float32 of int8 ``[..., head_dim]`` as they are stored: not turned back."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        factors = scales.astype(np.float32).repeat(GROUP, axis=-1)[..., : values.shape[-1]]
+        return values.astype(np.float32) * factors
+
+
+def from_int8(values, scales):
+    return turn(scale_groups(values, scales))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What NumPy sees of a value; float32 rows as such values, or as values and scales; and values as floats."""
+    """What NumPy sees of a value; float32 rows as such values, or as values and scales; and these as floats."""
 
     stored: type
     encode: Callable
@@ -96,7 +139,7 @@ KINDS = {
     "float32": Kind(np.float32, np.copy),
     "float16": Kind(np.float16, to_float16),
     "bfloat16": Kind(np.uint16, to_bfloat16, from_bfloat16),
-    "int8": Kind(np.int8, to_int8, scaled=True),
+    "int8": Kind(np.int8, to_int8, from_int8, scaled=True),
 }
 DTYPES = tuple(KINDS)
 STORED = {dtype: kind.stored for dtype, kind in KINDS.items()}
@@ -123,7 +166,7 @@ def assert_same(got, want):
 
 
 def assert_same_rows(values, scales, want):
-    """``values [..., width]`` and ``scales [..., n_heads]`` of a store, or None, are the Rows `want`."""
+    """``values [..., width]`` and ``scales [..., n_heads, groups]`` of a store, or None, are the Rows `want`."""
     expected = want.values.reshape(values.shape)
     assert values.dtype == expected.dtype
     if values.tobytes() == expected.tobytes() and want.scales is None:
@@ -135,5 +178,5 @@ def assert_same_rows(values, scales, want):
         return
     assert_same(scales, want.scales.reshape(scales.shape))
     # What NaN is multiplied with does not matter.
-    read = np.repeat(~np.isnan(want.scales), want.values.shape[-1], axis=-1).reshape(values.shape)
+    read = np.repeat(~np.isnan(want.scales), GROUP, axis=-1)[..., : want.values.shape[-1]].reshape(values.shape)
     assert np.array_equal(values[read], expected[read])

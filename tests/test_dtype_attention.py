@@ -90,6 +90,19 @@ class TestNumbers:
         cache.append_contiguous(store, k, v, n)
         return store, cache
 
+    @pytest.mark.parametrize("query_len", [1, 5, 30])
+    @pytest.mark.parametrize("head_dim", [33, 64, 80, 100, 128])
+    def test_groups_of_very_different_sizes(self, rng, dtype, query_len, head_dim):
+        """A scale that is taken from another group is seen at once, in K by the weights and in V by the sums."""
+        sizes = (2.0 ** rng.integers(-6, 7, (50, 3, -(-head_dim // 16)))).repeat(16, axis=-1)[..., :head_dim]
+        k, v = (np.float32(rows(rng, 50, 3, head_dim) * sizes * size) for size in (0.1, 1))
+        store, cache = self.stored(dtype, k, v)
+        q = rows(rng, query_len, 6, head_dim)
+        got = pagedkv.paged_attention(q, store, cache, query_lens=query_len, return_lse=True)
+        want = expected(q, [(round_trip(dtype, k)[None], round_trip(dtype, v)[None])], [query_len])
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-4 * np.abs(v).max())
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-4)
+
     @pytest.mark.parametrize("query_len", [1, 30])
     @pytest.mark.parametrize("k_size", [1e-6, 1e-3, 1.0])
     @pytest.mark.parametrize("v_size", [1e-3, 1.0, 1e4])
@@ -107,10 +120,8 @@ class TestNumbers:
     @pytest.mark.parametrize("query_len", [1, 30])
     def test_heads_and_rows_of_very_different_sizes(self, rng, dtype, query_len):
         """A scale that is taken from another row or head is seen at once."""
-        if dtype == "float16":
-            sizes = 2.0 ** rng.integers(-6, 7, (50, 3, 1))
-        else:
-            sizes = 2.0 ** rng.integers(-30, 31, (50, 3, 1))
+        exponent = {"float16": 6, "int8": 10}.get(dtype, 30)
+        sizes = 2.0 ** rng.integers(-exponent, exponent + 1, (50, 3, 1))
         k, v = rows(rng, 50, 3, 24), np.float32(rows(rng, 50, 3, 24) * sizes)
         store, cache = self.stored(dtype, k, v)
         q = rows(rng, query_len, 6, 24)

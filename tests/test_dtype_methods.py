@@ -26,7 +26,7 @@ def is_nan(store, block, layer=0):
     rows = []
     for side in "kv":
         if store.dtype in SCALED:
-            rows.append(np.isnan(getattr(store, f"{side}_scales")(block, layer)).all(axis=1))
+            rows.append(np.isnan(getattr(store, f"{side}_scales")(block, layer)).all(axis=(1, 2)))
         else:
             values = getattr(store, f"{side}_block")(block, layer)
             rows.append(np.isnan(KINDS[store.dtype].decode(values)).all(axis=1))

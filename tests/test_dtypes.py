@@ -46,7 +46,7 @@ def test_everything_else_is_refused(given):
 
 def row_bytes(dtype, n_heads, head_dim):
     n_bytes = n_heads * head_dim * np.dtype(STORED[dtype]).itemsize
-    return -(-n_bytes // 4) * 4 + 4 * n_heads if dtype in SCALED else n_bytes
+    return -(-n_bytes // 2) * 2 + 2 * n_heads * -(-head_dim // 32) if dtype in SCALED else n_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,20 +90,30 @@ def test_views_are_what_is_stored(dtype, n_heads, head_dim):
 
 
 def test_scales():
-    store, cache, k, v = filled("int8", 7, n_layers=2, v_head_dim=5)
+    store, cache, k, v = filled("int8", 7, n_layers=2, v_head_dim=67)
     block = int(cache.block_table[0])
     for view, rows in ((store.k_scales, k), (store.v_scales, v)):
         for layer in (0, 1):
             scales = view(block, layer)
-            assert scales.shape == (4, 2)
-            assert scales.dtype == np.float32
-            assert_same(scales, (np.abs(rows[layer, :4]).max(axis=-1) / np.float32(127)))
+            groups = [rows[layer, :4, :, first : first + 32] for first in range(0, rows.shape[-1], 32)]
+            most = np.stack([np.abs(group).max(axis=-1) for group in groups], axis=-1)
+            assert scales.shape == most.shape == (4, 2, len(groups))
+            assert_same(scales, (most / np.float32(127)).astype(np.float16))  # heads of odd width are not turned
             with pytest.raises(ValueError, match="read-only"):
-                scales[0, 0] = 1
+                scales[0, 0, 0] = 1
             with pytest.raises(ValueError, match="WRITEABLE"):
                 scales.flags.writeable = True
         assert_same(view(block), view(block, 0))
         assert_same(view(block, layer=1), view(block, 1))
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim", "turned"), [
+    (128, 128, (128, 128)), (192, 80, (64, 16)), (12, 100, (0, 0)), (4096, 24, (1024, 0)),
+])
+def test_repr_says_what_is_turned_together(head_dim, v_head_dim, turned):
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    assert f"dtype='int8', turned={turned}, free" in repr(make("int8", **shape))
+    assert "turned" not in repr(make("float16", **shape))
 
 
 def test_scales_are_views_that_follow_their_block():
@@ -113,7 +123,7 @@ def test_scales_are_views_that_follow_their_block():
     before = scales.copy()
     cache.truncate(store, 3)
     cache.push(store, np.full(6, 254, np.float32), np.zeros(6, np.float32))
-    np.testing.assert_array_equal(scales[3], [2, 2])
+    np.testing.assert_array_equal(scales[3], [[2], [2]])
     np.testing.assert_array_equal(scales[:3], before[:3])
 
 
@@ -259,6 +269,6 @@ def test_equal_int8_rows_are_equal_bytes(n):
         cache.append_contiguous(store, k, k, n)
         rows = store.k_block(int(cache.block_table[0]))
         whole = np.lib.stride_tricks.as_strided(rows.view(np.uint8), (min(n, 16), rows.strides[0]))
-        assert rows.strides[0] == 36 + 4
+        assert rows.strides[0] == 34 + 4
         seen.append(whole.tobytes())
     assert seen[0] == seen[1]

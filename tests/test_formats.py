@@ -28,16 +28,33 @@ def test_the_same_dtypes_everywhere():
         # row_bytes, of a head's values, where its scales begin, of a head's scales
         (FORMATS["float32"], 3, 5, (60, 20, 0, 0)),
         (FORMATS["bfloat16"], 3, 5, (30, 10, 0, 0)),
-        (FORMATS["int8"], 3, 5, (16 + 12, 5, 16, 4)),
-        (FORMATS["int8"], 8, 128, (1024 + 32, 128, 1024, 4)),
-        (Format("int8", np.dtype("i1"), np.dtype("f2"), group=32), 8, 128, (1024 + 64, 128, 1024, 8)),
-        (Format("int8", np.dtype("i1"), np.dtype("f2"), group=32), 1, 80, (80 + 6, 80, 80, 6)),
-        (Format("int8", np.dtype("i1"), np.dtype("f2"), group=32), 1, 33, (34 + 4, 33, 34, 4)),
+        (FORMATS["int8"], 3, 5, (16 + 6, 5, 16, 2)),
+        (FORMATS["int8"], 8, 128, (1024 + 64, 128, 1024, 8)),
+        (FORMATS["int8"], 1, 80, (80 + 6, 80, 80, 6)),
+        (FORMATS["int8"], 1, 33, (34 + 4, 33, 34, 4)),
+        (Format("int8", np.dtype("i1"), np.dtype("f4"), group=16), 3, 17, (52 + 3 * 8, 17, 52, 8)),
         (FORMATS["float32"], 2**62, 2**62, (2**126, 2**64, 0, 0)),
     ],
 )
 def test_layouts(format, n_heads, head_dim, layout):
     assert format.layout(n_heads, head_dim) == layout
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width"),
+    [(1, 0), (8, 0), (15, 0), (24, 0), (33, 0), (16, 16), (48, 16), (80, 16), (96, 32), (64, 64), (128, 128), (192, 64),
+     (256, 256), (512, 512), (576, 64), (1024, 1024), (2048, 1024), (3 * 4096, 1024), (2**62, 1024)],
+)
+def test_how_many_neighbours_are_turned_together(head_dim, width):
+    assert FORMATS["int8"].turn_width(head_dim) == width
+    assert dtype_reference.turn_width(head_dim) == max(width, 1)
+    assert FORMATS["float16"].turn_width(head_dim) == 0
+
+
+def test_a_description_says_all_that_decides_what_bytes_mean():
+    found = [format.description for format in FORMATS.values()]
+    assert found == ["float32", "float16", "bfloat16", "int8/32*float16/turned"]
+    assert Format("int8", np.dtype("i1"), np.dtype("f4"), group=16).description == "int8/16*float32"
 
 
 # --- rows as they are stored -----------------------------------------------------------------------------
@@ -123,7 +140,7 @@ def test_stored_rows_of_a_store_itself():
         assert_same_rows(values, scales, encode("int8", np.concatenate([rows, rows])))
 
 
-values, scales = np.ones((6, 15), np.int8), np.ones((6, 3), np.float32)
+values, scales = np.ones((6, 15), np.int8), np.ones((6, 3, 1), np.float16)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +155,8 @@ values, scales = np.ones((6, 15), np.int8), np.ones((6, 3), np.float32)
         ((values.astype(np.uint8), scales), TypeError),
         ((values.astype(np.float32), scales), TypeError),
         ((values, scales.astype(np.float64)), TypeError),
-        ((values, scales.astype(">f4")), TypeError),
+        ((values, scales.astype(np.float32)), TypeError),
+        ((values, scales.astype(">f2")), TypeError),
         ((scales, values), TypeError),
         ((values[:5], scales), ValueError),
         ((values, scales[:5]), ValueError),
@@ -146,15 +164,15 @@ values, scales = np.ones((6, 15), np.int8), np.ones((6, 3), np.float32)
         ((values, scales[:, :2]), ValueError),
         ((values, scales[:, 0]), ValueError),
         ((values.T, scales.T), ValueError),
-        (np.zeros((6, 27), np.uint8), TypeError),
+        (np.zeros((6, 21), np.uint8), TypeError),
         (np.zeros((6, 15), np.uint8), TypeError),
-        (np.zeros((6, 28), np.int8), TypeError),
+        (np.zeros((6, 22), np.int8), TypeError),
     ],
 )
 def test_what_is_no_stored_int8_row(wrong, error):
     store, cache, _, v = taken("int8", WAYS[0])
     good = given("int8", v)
-    with refused(error, "k: expected float32 [6, 15], or int8 [6, 15] and float32 [6, 3], got", store, cache):
+    with refused(error, "k: expected float32 [6, 15], or int8 [6, 15] and float16 [6, 3, 1], got", store, cache):
         cache.append_contiguous(store, wrong, good, 6)
 
 

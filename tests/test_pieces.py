@@ -33,9 +33,9 @@ def write(store, n, seed=0):
 
 
 def row_bytes(dtype, head_dim):
-    """What the manual says a row is: values, zeros up to a multiple of 4, scales."""
+    """What the manual says a row is: values, zeros up to a multiple of 2, scales."""
     values = 3 * head_dim * np.dtype(STORED[dtype]).itemsize
-    return (values + 3) // 4 * 4 + 4 * 3 if dtype in SCALED else values
+    return (values + 1) // 2 * 2 + 2 * 3 if dtype in SCALED else values
 
 
 # --- reading -----------------------------------------------------------------------------------------

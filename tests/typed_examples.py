@@ -107,8 +107,8 @@ def example_blocks() -> None:
     assert_type(store.v_row(first, 0, layer=0), Stored)
     assert_type(store.k_block(first), Stored)
     assert_type(store.v_block(first, 0), Stored)
-    assert_type(store.k_scales(first), Floats)
-    assert_type(store.v_scales(first, layer=0), Floats)
+    assert_type(store.k_scales(first), npt.NDArray[np.float16])
+    assert_type(store.v_scales(first, layer=0), npt.NDArray[np.float16])
     with pytest.raises(TypeError):
         store.release([0.5])  # type: ignore[list-item]
     with pytest.raises(TypeError):
@@ -206,7 +206,7 @@ def example_narrow_rows() -> None:
     halves, bits = np.ones(16, np.float16), np.ones(16, np.uint16)
     pagedkv.PagedKvCache().push(make_store(dtype="float16"), halves, halves)
     pagedkv.PagedKvCache().push(make_store(dtype="bfloat16"), bits, bits)
-    pair, raw = (np.ones((1, 16), np.int8), ones(1, 2)), np.zeros((1, 24), np.uint8)
+    pair, raw = (np.ones((1, 16), np.int8), np.ones((1, 2, 1), np.float16)), np.zeros((1, 20), np.uint8)
     pagedkv.PagedKvCache().append_contiguous(make_store(dtype="int8"), pair, raw, 1)
 
 

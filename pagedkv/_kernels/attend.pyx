@@ -12,7 +12,7 @@ Hydragen, section 3 (a shared prefix attended once for all queries).
 
 from libc.float cimport FLT_MAX
 from libc.math cimport INFINITY, expf, logf
-from libc.stdint cimport int32_t, uintptr_t
+from libc.stdint cimport int32_t, uint16_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
@@ -22,7 +22,7 @@ from pagedkv._kernels.plan cimport (
     KvView, QuerySpan, RowView, Scratch, end_seen, first_seen, have_heads_in_common, lay_out, partial_floats, round_up,
     step_positions, stored_bytes, tile_rows)
 from pagedkv._kernels.simd cimport (
-    PAD, SIMD_F32, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch)
+    PAD, SIMD_F32, SIMD_LINE_BYTES, simd_ahead, simd_dtype, simd_in_use, simd_kernels, simd_prefetch, simd_scales)
 
 
 cdef extern from "<stdatomic.h>" nogil:
@@ -229,6 +229,8 @@ cdef void write_rows(Run* run, const AttendTile* tile, const Partial* partial) n
                     factor = expf(partial.row_max[r] - row_max)
                     row_sum = row_sum * factor + expf(sink - row_max)
                 factor = factor / row_sum if row_sum != 0 else 0
+                if run.kv.v.turn_width:  # sums of rows that were turned: back
+                    run.kernels.turn(acc, acc, v_head_dim, run.kv.v.turn_width)
                 if out.dtype == SIMD_F32:
                     run.kernels.scale_row(<float*>dst, acc, factor, v_head_dim)
                 else:
@@ -296,8 +298,8 @@ cdef inline bint lie_by_head(const RowView* view) noexcept nogil:
 
 
 cdef inline Py_ssize_t scale_offset(const RowView* view, Py_ssize_t first_head) noexcept nogil:
-    """Bytes from where a head's values start in a row to its scale."""
-    return view.scales + first_head * (<Py_ssize_t>sizeof(float) - view.head_bytes)
+    """Bytes from where a head's values start in a row to its scales."""
+    return view.scales + first_head * (view.n_scales * <Py_ssize_t>sizeof(uint16_t) - view.head_bytes)
 
 
 cdef void copy_head(float* dst, Py_ssize_t stride, const char** rows, const RowView* view, const simd_dtype* dtype,
@@ -305,8 +307,7 @@ cdef void copy_head(float* dst, Py_ssize_t stride, const char** rows, const RowV
     """Rows of one head side by side, as floats; `rows` then point to them."""
     cdef Py_ssize_t i
     for i in range(n):
-        dtype.widen(dst + i * stride, rows[i], (<const float*>(rows[i] + scale_at))[0] if scale_at else 1,
-                    view.head_dim)
+        dtype.widen(dst + i * stride, rows[i], <const uint16_t*>(rows[i] + scale_at), view.head_dim)
         rows[i] = <const char*>(dst + i * stride)
 
 
@@ -319,7 +320,7 @@ cdef inline void call_rows(const char** rows, Py_ssize_t n_bytes, Py_ssize_t n) 
 
 
 cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexcept nogil:
-    """The tile's queries, times the scale: rows padded with zeros, or panels [head_dim][2 * lanes] of rows.
+    """The tile's queries, turned as K is, times the scale: rows padded with zeros, or panels [head_dim][2 * lanes] of rows.
 
     Rows go head by head, member by member, query by query, and then by the head's place in its group.
     """
@@ -333,6 +334,7 @@ cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexc
     cdef const char* given
     cdef const float* src
     cdef float* dst
+    cdef float* made
     if tile.by_panels or head_dim < q_stride:
         memset(scratch.q, 0, round_up(tile_rows(tile), PAD) * q_stride * sizeof(float))
     for h in range(tile.first_head, tile.first_head + tile.n_heads):
@@ -343,10 +345,13 @@ cdef void load_queries(Run* run, const AttendTile* tile, Scratch* scratch) noexc
                 for g in range(run.group):
                     given = run.q.data + row * run.q.row_bytes + (h * run.group + g) * run.q.head_bytes
                     src = <const float*>given
+                    made = scratch.k_copy if tile.by_panels else scratch.q + r * q_stride
                     if widened:
-                        dst = scratch.k_copy if tile.by_panels else scratch.q + r * q_stride
-                        dtype.widen(dst, given, 1, head_dim)
-                        src = dst
+                        dtype.widen(made, given, NULL, head_dim)
+                        src = made
+                    if run.kv.k.turn_width:
+                        run.kernels.turn(made, src, head_dim, run.kv.k.turn_width)
+                        src = made
                     if tile.by_panels:
                         dst = scratch.q + r // panel * panel * head_dim + r % panel
                         for d in range(head_dim):
@@ -422,6 +427,9 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
     cdef const char** next_v_rows = scratch.rows + 3 * MAX_STEP_POSITIONS
     cdef Cursor cursor
     cdef simd_ahead ahead
+    cdef simd_scales k_scales = simd_scales(scratch.k_scales, tile.n_heads * kv.k.n_scales, kv.k.n_scales)
+    cdef simd_scales v_scales = simd_scales(scratch.v_scales, tile.n_heads * kv.v.n_scales, kv.v.n_scales)
+    cdef simd_scales own_scales = v_scales
     cdef float* s = scratch.s
 
     for r in range(s_stride):
@@ -469,10 +477,12 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
             call_rows(v_rows, stored_bytes(&kv.v), n)
             simd.score_panels(s, s_stride, scratch.q, scratch.k_copy, q_stride, n, n_rows, head_dim)
         else:
-            k_stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, k_stride, by_head, v_rows, v_stride, n,
+            if kv.k.scales:
+                simd.load_scales(scratch.k_scales, k_scales.stride, k_rows, k_scale_at, n, k_scales.stride)
+            if kv.v.scales:
+                simd.load_scales(scratch.v_scales, v_scales.stride, v_rows, v_scale_at, n, v_scales.stride)
+            k_stored.score_dots(s, s_stride, scratch.q, q_stride, k_rows, k_stride, &k_scales, by_head, v_rows, v_stride, n,
                                 tile.n_heads, tile.rows_per_head, head_dim)
-            if k_scale_at:
-                simd.scale_scores(s, s_stride, k_rows, k_scale_at, n, tile.n_heads, tile.rows_per_head)
         if options.softcap != 0:
             simd.cap_scores(s, s_stride, n, width, options.softcap)
         if options.alibi_slopes is not NULL:
@@ -488,10 +498,8 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
             rescale_rows(run, partial, scratch.rescale, n_rows, acc_stride)
         if tile.by_panels:
             copy_head(scratch.v_copy, acc_stride, v_rows, &kv.v, v_stored, v_scale_at, n)
-        elif v_scale_at:
-            simd.scale_scores(s, s_stride, v_rows, v_scale_at, n, tile.n_heads, tile.rows_per_head)
         if all_seen:
-            v_read.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, v_stride, &ahead, n,
+            v_read.accumulate_rows(partial.acc, acc_stride, s, s_stride, v_rows, 0, v_stride, &v_scales, &ahead, n,
                                    tile.n_heads, tile.rows_per_head, v_head_dim)
         else:
             # What a query does not see must not reach it even as 0 * v, since v may be NaN; so each takes its own
@@ -503,9 +511,10 @@ cdef void attend_positions(Run* run, const AttendTask* task, const AttendTile* t
                     continue
                 for h in range(tile.n_heads):
                     r = h * tile.rows_per_head + i * group
+                    own_scales.scales = v_scales.scales + first * v_scales.stride + h * v_scales.per_head
                     v_read.accumulate_rows(
                         partial.acc + r * acc_stride, acc_stride, s + first * s_stride + r, s_stride,
-                        v_rows + first, h * v_stride, v_stride, &ahead, end - first, 1, group, v_head_dim)
+                        v_rows + first, h * v_stride, v_stride, &own_scales, &ahead, end - first, 1, group, v_head_dim)
         place += n
         n = n_next
         all_seen = all_seen_next

@@ -1,6 +1,6 @@
 /* Scores and accumulation for few query rows, straight from rows of any dtype: what decoding runs on. No guard:
  * included once per instruction set and dtype (see simd_dtypes.h), where T(name) is name_<isa>_<dtype>, and
- * LOAD(p) is a vector of the floats that LANES values at p stand for.
+ * LOAD(p) is a vector of the floats that LANES values at p stand for, but for their group's scale.
  *
  * A tile is a few positions whose rows of K and V are given by pointers. Each row is read and converted once for
  * up to four or six query rows that share it; what is kept in registers meanwhile is said at each kernel.
@@ -8,6 +8,9 @@
 
 #define LOAD(p) T(load)(p)
 #define LOAD_PART(p, n) T(load_part)(p, n)
+/* Times the scale of the group that the value at d is in; a vector is in one group. Scaled as they are read: scaling the
+ * sums of each group is more work from two query rows on. */
+#define SCALED(x, scales, d) (HAS_SCALES ? V(mul)(x, V(set1)((scales)[(d) / SIMD_GROUP])) : (x))
 /* Values at a time, and values in a cache line: what one prefetch brings. */
 #define STRIDE 16
 #define LINE (64 / (ptrdiff_t)sizeof(ELEMENT))
@@ -16,8 +19,9 @@
 
 /* nt rows of K by nr query rows, nt * nr sums in registers. */
 SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
-                              const char *const *k_rows, const char *const *ahead, ptrdiff_t k_offset,
-                              ptrdiff_t ahead_offset, ptrdiff_t head_dim, const int nt, const int nr) {
+                              const char *const *k_rows, const float *scales, ptrdiff_t scale_stride,
+                              const char *const *ahead, ptrdiff_t k_offset, ptrdiff_t ahead_offset, ptrdiff_t head_dim,
+                              const int nt, const int nr) {
     const ELEMENT *k[4], *next[4];
     V(vec) sums[4][4];
     SIMD_UNROLL
@@ -40,7 +44,7 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
             V(vec) row[4];
             SIMD_UNROLL
             for (int i = 0; i < nt; ++i) {
-                row[i] = LOAD(k[i] + d + u);
+                row[i] = SCALED(LOAD(k[i] + d + u), scales + i * scale_stride, d);
                 if (nr > 1)
                     IN_REGISTER(row[i]);
             }
@@ -60,6 +64,7 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
         SIMD_UNROLL
         for (int i = 0; i < nt; ++i) {
             V(vec) row = left < LANES ? LOAD_PART(k[i] + d, left) : LOAD(k[i] + d);
+            row = SCALED(row, scales + i * scale_stride, d);
             SIMD_UNROLL
             for (int j = 0; j < nr; ++j)
                 sums[i][j] = V(fma)(row, V(load)(q + j * q_stride + d), sums[i][j]);
@@ -95,10 +100,12 @@ SIMD_INLINE void T(dot_block)(float *s, ptrdiff_t s_stride, const float *q, ptrd
 
 /* The rows [t, end) of K by nr query rows of one head. Few query rows leave registers for more rows of K. */
 SIMD_INLINE void T(dot_column)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
-                               const char *const *k_rows, const char *const *ahead, ptrdiff_t k_offset,
-                               ptrdiff_t ahead_offset, ptrdiff_t head_dim, ptrdiff_t t, ptrdiff_t end, const int nr) {
+                               const char *const *k_rows, const float *scales, ptrdiff_t scale_stride,
+                               const char *const *ahead, ptrdiff_t k_offset, ptrdiff_t ahead_offset, ptrdiff_t head_dim,
+                               ptrdiff_t t, ptrdiff_t end, const int nr) {
 #define DOT_BLOCK(NT)                                                                                         \
-    T(dot_block)(s + t * s_stride, s_stride, q, q_stride, k_rows + t, ahead + t, k_offset, ahead_offset, head_dim, NT, nr)
+    T(dot_block)(s + t * s_stride, s_stride, q, q_stride, k_rows + t, scales + t * scale_stride, scale_stride, ahead + t, \
+                 k_offset, ahead_offset, head_dim, NT, nr)
     if (DOT_ROWS(nr) == 4)
         for (; t + 4 <= end; t += 4)
             DOT_BLOCK(4);
@@ -112,9 +119,9 @@ SIMD_INLINE void T(dot_column)(float *s, ptrdiff_t s_stride, const float *q, ptr
 }
 
 static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride,
-                          const char *const *k_rows, ptrdiff_t k_stride, int by_head, const char *const *ahead,
-                          ptrdiff_t ahead_stride, ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows,
-                          ptrdiff_t head_dim) {
+                          const char *const *k_rows, ptrdiff_t k_stride, const simd_scales *scales, int by_head,
+                          const char *const *ahead, ptrdiff_t ahead_stride, ptrdiff_t n, ptrdiff_t n_heads,
+                          ptrdiff_t n_rows, ptrdiff_t head_dim) {
     /* Few query rows: in the order in which K lies in memory, which is a few rows at a time with all their heads, or a head
      * at a time. Many: a head at a time, whose rows of K stay in the nearest cache while one query row after another
      * passes. */
@@ -126,8 +133,8 @@ static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_
                 const ptrdiff_t nr = n_rows - r < 4 ? n_rows - r : 4, row = h * n_rows + r;
 #define DOT_COLUMN(NR)                                                                                        \
     case NR:                                                                                                  \
-        T(dot_column)(s + row, s_stride, q + row * q_stride, q_stride, k_rows, ahead, h * k_stride, h * ahead_stride, \
-                      head_dim, t, end, NR);                                                                  \
+        T(dot_column)(s + row, s_stride, q + row * q_stride, q_stride, k_rows, scales->scales + h * scales->per_head, \
+                      scales->stride, ahead, h * k_stride, h * ahead_stride, head_dim, t, end, NR);           \
         break;
                 switch (nr) {
                     DOT_COLUMN(1)
@@ -146,8 +153,8 @@ static void T(score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_
 
 /* nr query rows by nv vectors of the output stay in registers over all positions of the tile. */
 SIMD_INLINE void T(add_block)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
-                              const char *const *v_rows, ptrdiff_t v_offset, const char *ahead, ptrdiff_t n,
-                              const int nr, const int nv) {
+                              const char *const *v_rows, ptrdiff_t v_offset, const float *scales, ptrdiff_t scale_stride,
+                              const char *ahead, ptrdiff_t d, ptrdiff_t n, const int nr, const int nv) {
     V(vec) sums[6][4];
     SIMD_UNROLL
     for (int j = 0; j < nr; ++j)
@@ -158,7 +165,8 @@ SIMD_INLINE void T(add_block)(float *acc, ptrdiff_t acc_stride, const float *p, 
         V(vec) value[4];
         SIMD_UNROLL
         for (int u = 0; u < nv; ++u)
-            value[u] = LOAD((const ELEMENT *)v_rows[t] + v_offset + u * LANES);
+            value[u] = SCALED(LOAD((const ELEMENT *)v_rows[t] + v_offset + d + u * LANES), scales + t * scale_stride,
+                              d + u * LANES);
         SIMD_PREFETCH(ahead + t * SIMD_LINE_BYTES);
         SIMD_UNROLL
         for (int j = 0; j < nr; ++j) {
@@ -177,20 +185,22 @@ SIMD_INLINE void T(add_block)(float *acc, ptrdiff_t acc_stride, const float *p, 
 
 /* The last, partial vector of the head. */
 SIMD_INLINE void T(add_tail)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
-                             const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t n, ptrdiff_t nr,
-                             ptrdiff_t left) {
+                             const char *const *v_rows, ptrdiff_t v_offset, const float *scales, ptrdiff_t scale_stride,
+                             ptrdiff_t d, ptrdiff_t n, ptrdiff_t nr, ptrdiff_t left) {
     for (ptrdiff_t j = 0; j < nr; ++j) {
         V(vec) sum = V(load)(acc + j * acc_stride);
-        for (ptrdiff_t t = 0; t < n; ++t)
-            sum = V(fma)(V(set1)(p[t * p_stride + j]), LOAD_PART((const ELEMENT *)v_rows[t] + v_offset, left), sum);
+        for (ptrdiff_t t = 0; t < n; ++t) {
+            const V(vec) value = LOAD_PART((const ELEMENT *)v_rows[t] + v_offset + d, left);
+            sum = V(fma)(V(set1)(p[t * p_stride + j]), SCALED(value, scales + t * scale_stride, d), sum);
+        }
         V(store)(acc + j * acc_stride, sum);
     }
 }
 
 /* nr query rows of one head over the whole head dimension. */
 SIMD_INLINE void T(add_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
-                             const char *const *v_rows, ptrdiff_t v_offset, simd_ahead *ahead, ptrdiff_t n,
-                             ptrdiff_t v_head_dim, const int nr) {
+                             const char *const *v_rows, ptrdiff_t v_offset, const float *scales, ptrdiff_t scale_stride,
+                             simd_ahead *ahead, ptrdiff_t n, ptrdiff_t v_head_dim, const int nr) {
     const int most = ACC_VECS(nr);
     ptrdiff_t d = 0, left = v_head_dim / LANES;
     while (left > 0) {
@@ -200,7 +210,7 @@ SIMD_INLINE void T(add_rows)(float *acc, ptrdiff_t acc_stride, const float *p, p
 #define ADD_BLOCK(NV)                                                                                         \
     case NV:                                                                                                  \
         if (NV <= most)                                                                                       \
-            T(add_block)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, run, n, nr, NV);             \
+            T(add_block)(acc + d, acc_stride, p, p_stride, v_rows, v_offset, scales, scale_stride, run, d, n, nr, NV); \
         break;
         switch (nv) {
             ADD_BLOCK(1)
@@ -213,12 +223,13 @@ SIMD_INLINE void T(add_rows)(float *acc, ptrdiff_t acc_stride, const float *p, p
         left -= nv;
     }
     if (d < v_head_dim)
-        T(add_tail)(acc + d, acc_stride, p, p_stride, v_rows, v_offset + d, n, nr, v_head_dim - d);
+        T(add_tail)(acc + d, acc_stride, p, p_stride, v_rows, v_offset, scales, scale_stride, d, n, nr, v_head_dim - d);
 }
 
 static void T(accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
-                               const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, simd_ahead *ahead,
-                               ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim) {
+                               const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride,
+                               const simd_scales *scales, simd_ahead *ahead, ptrdiff_t n, ptrdiff_t n_heads,
+                               ptrdiff_t n_rows, ptrdiff_t v_head_dim) {
     for (ptrdiff_t h = 0; h < n_heads; ++h) {
         for (ptrdiff_t r = 0; r < n_rows;) {
             const ptrdiff_t left = n_rows - r, nr = left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left;
@@ -226,7 +237,8 @@ static void T(accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p,
 #define ADD_ROWS(NR)                                                                                          \
     case NR:                                                                                                  \
         T(add_rows)(acc + row * acc_stride, acc_stride, p + row, p_stride, v_rows,                            \
-                    v_offset + h * v_stride, ahead, n, v_head_dim, NR);                                     \
+                    v_offset + h * v_stride, scales->scales + h * scales->per_head, scales->stride, ahead, n, \
+                    v_head_dim, NR);                                                                          \
         break;
             switch (nr) {
                 ADD_ROWS(1)
@@ -243,5 +255,6 @@ static void T(accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p,
 
 #undef LOAD
 #undef LOAD_PART
+#undef SCALED
 #undef STRIDE
 #undef LINE

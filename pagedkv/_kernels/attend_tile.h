@@ -63,38 +63,10 @@ static void V(score_panels)(float *s, ptrdiff_t s_stride, const float *panels, c
 
 /* --- what is done to scores ------------------------------------------------------------------------ */
 
-/* One position. A constant number of query rows makes it a few vector operations. */
-SIMD_INLINE void V(scale_each)(float *p, const char *scales, ptrdiff_t n_heads, const ptrdiff_t n_rows) {
-    for (ptrdiff_t h = 0; h < n_heads; ++h) {
-        float scale;
-        memcpy(&scale, scales + h * (ptrdiff_t)sizeof scale, sizeof scale);
-        for (ptrdiff_t r = 0; r < n_rows; ++r)
-            p[h * n_rows + r] *= scale;
-    }
-}
-
-static void V(scale_scores)(float *s, ptrdiff_t s_stride, const char *const *rows, ptrdiff_t offset, ptrdiff_t n,
-                            ptrdiff_t n_heads, ptrdiff_t n_rows) {
-    for (ptrdiff_t t = 0; t < n; ++t) {
-        float *p = s + t * s_stride;
-        const char *scales = rows[t] + offset;
-        switch (n_rows) {
-        case 1:
-            V(scale_each)(p, scales, n_heads, 1);
-            break;
-        case 2:
-            V(scale_each)(p, scales, n_heads, 2);
-            break;
-        case 4:
-            V(scale_each)(p, scales, n_heads, 4);
-            break;
-        case 8:
-            V(scale_each)(p, scales, n_heads, 8);
-            break;
-        default:
-            V(scale_each)(p, scales, n_heads, n_rows);
-        }
-    }
+static void V(load_scales)(float *dst, ptrdiff_t stride, const char *const *rows, ptrdiff_t offset, ptrdiff_t n,
+                           ptrdiff_t width) {
+    for (ptrdiff_t t = 0; t < n; ++t)
+        V(widen_f16)(dst + t * stride, rows[t] + offset, NULL, width);
 }
 
 static void V(cap_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float cap) {
@@ -188,7 +160,8 @@ const simd_kernels V(simd_kernels) = {
     LANES,
     {SIMD_EACH_DTYPE(DTYPE)},
     V(score_panels),
-    V(scale_scores),
+    V(load_scales),
+    V(turn),
     V(cap_scores),
     V(slope_scores),
     V(softmax_tile),

@@ -13,7 +13,9 @@ cdef struct RowView:
     Py_ssize_t head_dim         # values of a head, side by side
     Py_ssize_t item_bytes       # of a value
     int dtype                   # SIMD_F32 ...
-    Py_ssize_t scales           # bytes from a row's start to its heads' float32 scales; 0: there are none
+    Py_ssize_t scales           # bytes from a row's start to its heads' float16 scales; 0: there are none
+    Py_ssize_t n_scales         # of a head
+    Py_ssize_t turn_width       # values of a head that were turned together; 0: they are as they came
 
 # One layer's K and V. Contiguous K and V are one block of seq_len rows, with the table {0}.
 cdef struct KvView:
@@ -154,6 +156,8 @@ cdef struct Scratch:
     float* partial              # row_max, row_sum and acc, where they are not a part's
     float* k_copy               # rows of one head, side by side, as floats
     float* v_copy
+    float* k_scales             # [positions, n_heads * n_scales] each
+    float* v_scales
     const char** rows           # K, V, and the next K, V: MAX_STEP_POSITIONS each
 
 

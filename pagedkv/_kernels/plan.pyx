@@ -414,4 +414,8 @@ cdef Py_ssize_t lay_out(Scratch* scratch, float* base, const AttendTile* tile, c
     used += copied * round_up(kv.k.head_dim, PAD)
     scratch.v_copy = <float*>(start + used * sizeof(float))
     used += copied * round_up(kv.v.head_dim, PAD)
+    scratch.k_scales = <float*>(start + used * sizeof(float))
+    used += round_up(positions * tile.n_heads * kv.k.n_scales, PAD)
+    scratch.v_scales = <float*>(start + used * sizeof(float))
+    used += round_up(positions * tile.n_heads * kv.v.n_scales, PAD)
     return used

@@ -22,6 +22,7 @@ cdef struct RowFormat:
     Py_ssize_t head_bytes       # of a head's values
     Py_ssize_t scales           # bytes from a row's start to the scales of its heads; 0: there are none
     Py_ssize_t scale_bytes      # of a head's
+    Py_ssize_t turn_width       # values of a head that are turned together; 0: none are
 
 # A caller's contiguous rows: floats, or values as the store holds them.
 cdef struct GivenRows:

@@ -6,12 +6,12 @@ and slots lie in the store, widths are equal, source and destination do not over
 one copy. Amounts beyond what a cache keeps are split over threads and streamed past the caches.
 """
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from pagedkv._kernels.parallel cimport parallel_for
 from pagedkv._kernels.plan cimport HeadsView, RowView
-from pagedkv._kernels.simd cimport SIMD_F32, simd_dtype, simd_in_use
+from pagedkv._kernels.simd cimport SIMD_F32, SIMD_GROUP, SIMD_TURN_MOST, simd_dtype, simd_in_use, simd_kernels
 
 cdef extern from "stream.h" nogil:
     void stream_bytes(char* dst, const char* src, size_t n)
@@ -49,32 +49,61 @@ cdef inline void move_bytes(char* dst, const char* src, Py_ssize_t n, bint strea
 
 # --- rows of other dtypes ----------------------------------------------------------------------------
 
-cdef void encode_row(char* dst, const float* src, const RowFormat* format, const simd_dtype* dtype) noexcept nogil:
-    cdef Py_ssize_t h, n_bytes = format.n_heads * format.head_bytes
-    if format.scales == 0:
-        dtype.narrow(dst, NULL, src, format.n_heads * format.head_dim)
-        return
+# Heads that are narrowed and widened alike. Whole groups follow one another across heads, as values and scales do, so
+# that all heads are one.
+cdef struct Heads:
+    Py_ssize_t n
+    Py_ssize_t head_dim
+    Py_ssize_t head_bytes
+    Py_ssize_t scale_bytes
+
+
+cdef inline Heads heads_of(const RowFormat* format) noexcept nogil:
+    if format.scales == 0 or format.head_dim % SIMD_GROUP == 0:
+        return Heads(1, format.n_heads * format.head_dim, 0, 0)
+    return Heads(format.n_heads, format.head_dim, format.head_bytes, format.scale_bytes)
+
+
+cdef void encode_row(char* dst, const float* src, const RowFormat* format, const simd_kernels* kernels) noexcept nogil:
+    cdef const simd_dtype* dtype = &kernels.dtypes[format.dtype]
+    cdef float[SIMD_TURN_MOST] turned
+    cdef Heads heads = heads_of(format)
+    cdef Py_ssize_t h, d, n, n_bytes = format.n_heads * format.head_bytes
+    cdef char* values = dst
+    cdef uint16_t* scales
     # Between the values and the scales: nothing that came from elsewhere, so that equal rows are equal bytes.
-    memset(dst + n_bytes, 0, format.scales - n_bytes)
-    for h in range(format.n_heads):
-        dtype.narrow(dst + h * format.head_bytes, <float*>(dst + format.scales + h * format.scale_bytes),
-                     src + h * format.head_dim, format.head_dim)
+    if format.scales:
+        memset(dst + n_bytes, 0, format.scales - n_bytes)
+    for h in range(heads.n):
+        values = dst + h * heads.head_bytes
+        scales = <uint16_t*>(dst + format.scales + h * heads.scale_bytes)
+        if format.turn_width == 0:
+            dtype.narrow(values, scales, src, heads.head_dim)
+        else:
+            d = 0
+            while d < heads.head_dim:
+                n = min(<Py_ssize_t>SIMD_TURN_MOST, heads.head_dim - d)
+                kernels.turn(turned, src + d, n, format.turn_width)
+                dtype.narrow(values + d, scales + d // SIMD_GROUP, turned, n)
+                d += n
+        src += heads.head_dim
 
 
-cdef void decode_row(float* dst, const char* src, const RowFormat* format, const simd_dtype* dtype) noexcept nogil:
+cdef void decode_row(float* dst, const char* src, const RowFormat* format, const simd_kernels* kernels) noexcept nogil:
+    cdef Heads heads = heads_of(format)
     cdef Py_ssize_t h
-    if format.scales == 0:
-        dtype.widen(dst, src, 1, format.n_heads * format.head_dim)
-        return
-    for h in range(format.n_heads):
-        dtype.widen(dst + h * format.head_dim, src + h * format.head_bytes,
-                    (<const float*>(src + format.scales + h * format.scale_bytes))[0], format.head_dim)
+    for h in range(heads.n):
+        kernels.dtypes[format.dtype].widen(
+            dst, src + h * heads.head_bytes, <const uint16_t*>(src + format.scales + h * heads.scale_bytes), heads.head_dim)
+        if format.turn_width:
+            kernels.turn(dst, dst, heads.head_dim, format.turn_width)
+        dst += heads.head_dim
 
 
 cdef void convert_rows(char* dst, const char* src, Py_ssize_t n, const RowFormat* format, bint encode,
                        bint stream) noexcept nogil:
     """n rows of floats into the format, or back."""
-    cdef const simd_dtype* dtype = &simd_in_use().dtypes[format.dtype]
+    cdef const simd_kernels* kernels = simd_in_use()
     cdef Py_ssize_t float_bytes = format.n_heads * format.head_dim * sizeof(float)
     cdef Py_ssize_t dst_bytes = format.row_bytes if encode else float_bytes
     cdef Py_ssize_t src_bytes = float_bytes if encode else format.row_bytes
@@ -85,9 +114,9 @@ cdef void convert_rows(char* dst, const char* src, Py_ssize_t n, const RowFormat
     for i in range(n):
         made = <char*>buffer if stream else dst + i * dst_bytes
         if encode:
-            encode_row(made, <const float*>(src + i * src_bytes), format, dtype)
+            encode_row(made, <const float*>(src + i * src_bytes), format, kernels)
         else:
-            decode_row(<float*>made, src + i * src_bytes, format, dtype)
+            decode_row(<float*>made, src + i * src_bytes, format, kernels)
         if stream:
             stream_bytes(dst + i * dst_bytes, made, dst_bytes)
 
@@ -224,7 +253,7 @@ cdef void place_head(char* dst, int dst_dtype, const char* src, int src_dtype, P
         size = min(n - i, <Py_ssize_t>BUFFER_FLOATS)
         floats = <const float*>(src + i * src_bytes)
         if src_dtype != SIMD_F32:
-            dtypes[src_dtype].widen(buffer, src + i * src_bytes, 1, size)
+            dtypes[src_dtype].widen(buffer, src + i * src_bytes, NULL, size)
             floats = buffer
         if dst_dtype == SIMD_F32:
             memcpy(dst + i * item_bytes, floats, size * sizeof(float))

@@ -27,9 +27,11 @@
  *     to_int(x)  to_float(i)      to nearest, for |x| < 2**31
  *     pow2(i)                     2.0**i for i in [-126, 127]
  *     sum(v)                      of all lanes
+ *     swap(v, n)                  lane i holds what lane i ^ n held, for n in 1, 2, ... LANES / 2: a constant
  *     store_sums4(p, a, b, c, d)  the four sums, to p[0..3]
  *     load_f16(p) load_bf16(p) load_i8(p)     LANES values of these dtypes, as floats
  *     store_f16(p, v)             to nearest, ties to even
+ *     store_i8(p, v)              the same, for whole parts in [-127, 127]
  */
 #ifndef PAGEDKV_SIMD_H
 #define PAGEDKV_SIMD_H
@@ -96,6 +98,8 @@
 #define V(name) SIMD_PASTE(name, SIMD_ISA)
 
 #define SIMD_LINE_BYTES 64 /* what one prefetch brings */
+#define SIMD_GROUP 32      /* values of a head that share a scale, in the dtypes that have scales; a head's last may be fewer */
+#define SIMD_TURN_MOST 1024 /* values that are turned together, at most: formats.py */
 #define SIMD_PAD 32        /* rows of scores, of q and of acc start on multiples of so many floats: two vectors of any set */
 
 /* What a value of K or V is stored as: its name in the kernels, its C type, and its name in formats.py. */
@@ -201,22 +205,30 @@ SIMD_INLINE const char *simd_next_run(simd_ahead *ahead, ptrdiff_t n, const void
     return run;
 }
 
+/* The scales of a tile's rows, as floats: the group g of head h in row t has scales[t * stride + h * per_head + g].
+ * Without meaning for a dtype that has none. */
+typedef struct {
+    const float *scales;
+    ptrdiff_t stride;
+    ptrdiff_t per_head;
+} simd_scales;
+
 /* The kernels that read rows as they are stored. Rows of K and V are given by pointers, so that no kernel knows of
- * blocks; what a pointer points to is the first value of a head. Scales are not theirs to apply. */
+ * blocks; what a pointer points to is the first value of a head. */
 typedef struct {
     const char *name;
     /* s[t, h * n_rows + r] = q[h * n_rows + r] . k_rows[t][h * k_stride ...]; q padded to q_stride with zeros. by_head:
      * neighbours in memory are rows of one head, not heads of one row. */
     void (*score_dots)(float *s, ptrdiff_t s_stride, const float *q, ptrdiff_t q_stride, const char *const *k_rows,
-                       ptrdiff_t k_stride, int by_head, const char *const *ahead, ptrdiff_t ahead_stride, ptrdiff_t n,
-                       ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim);
+                       ptrdiff_t k_stride, const simd_scales *scales, int by_head, const char *const *ahead,
+                       ptrdiff_t ahead_stride, ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t head_dim);
     /* acc[h * n_rows + r] += sum over t of p[t, h * n_rows + r] * v_rows[t][v_offset + h * v_stride ...] */
     void (*accumulate_rows)(float *acc, ptrdiff_t acc_stride, const float *p, ptrdiff_t p_stride,
-                            const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, simd_ahead *ahead,
-                            ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim);
-    /* n values to floats, times the scale if they have one; and back, where the scale is found and written. */
-    void (*widen)(float *dst, const void *src, float scale, ptrdiff_t n);
-    void (*narrow)(void *dst, float *scale, const float *src, ptrdiff_t n);
+                            const char *const *v_rows, ptrdiff_t v_offset, ptrdiff_t v_stride, const simd_scales *scales,
+                            simd_ahead *ahead, ptrdiff_t n, ptrdiff_t n_heads, ptrdiff_t n_rows, ptrdiff_t v_head_dim);
+    /* n values to floats, times their groups' scales if they have any; and back, where scales are found and written. */
+    void (*widen)(float *dst, const void *src, const simd_f16 *scales, ptrdiff_t n);
+    void (*narrow)(void *dst, simd_f16 *scales, const float *src, ptrdiff_t n);
 } simd_dtype;
 
 /* The kernels of one instruction set. Scores of a tile lie position by position, s[t * s_stride + r], where r
@@ -229,9 +241,11 @@ typedef struct {
     /* Scores of one head and many rows, lanes along the rows. q in panels, [head_dim][2 * lanes] each. Writes whole panels. */
     void (*score_panels)(float *s, ptrdiff_t s_stride, const float *panels, const float *k, ptrdiff_t k_stride,
                          ptrdiff_t n, ptrdiff_t n_rows, ptrdiff_t head_dim);
-    /* s[t, h * n_rows + r] *= the float at rows[t] + offset + 4 * h */
-    void (*scale_scores)(float *s, ptrdiff_t s_stride, const char *const *rows, ptrdiff_t offset, ptrdiff_t n,
-                         ptrdiff_t n_heads, ptrdiff_t n_rows);
+    /* dst[t * stride + i] = the i-th of `width` binary16 at rows[t] + offset. */
+    void (*load_scales)(float *dst, ptrdiff_t stride, const char *const *rows, ptrdiff_t offset, ptrdiff_t n, ptrdiff_t width);
+    /* dst = n values, `width` (a power of two, from 16 on) at a time times the orthonormal Hadamard matrix, which undoes
+     * itself; dst may be src. The same bits from every set: see simd_turn.h. */
+    void (*turn)(float *dst, const float *src, ptrdiff_t n, ptrdiff_t width);
     /* s = cap * tanh(s / cap) over n positions of `width` rows. */
     void (*cap_scores)(float *s, ptrdiff_t s_stride, ptrdiff_t n, ptrdiff_t width, float cap);
     /* s[t, r] -= slopes[r] * |places[r] - (first + t)| */

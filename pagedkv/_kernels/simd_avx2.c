@@ -44,6 +44,9 @@ SIMD_INLINE V(vec) V(to_float)(V(ivec) v) { return _mm256_cvtepi32_ps(v); }
 SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(v, _mm256_set1_epi32(127)), 23));
 }
+SIMD_INLINE V(vec) V(swap)(V(vec) v, const int n) {
+    return n == 1 ? _mm256_permute_ps(v, 0xb1) : n == 2 ? _mm256_permute_ps(v, 0x4e) : _mm256_permute2f128_ps(v, v, 1);
+}
 SIMD_INLINE __m128 V(fold)(V(vec) v) {
     return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
@@ -70,6 +73,11 @@ SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
 }
 SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SIMD_INLINE void V(store_i8)(simd_i8 *p, V(vec) v) {
+    __m256i whole = _mm256_cvtps_epi32(v);
+    __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(pairs, pairs));
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */

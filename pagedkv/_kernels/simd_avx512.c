@@ -42,6 +42,12 @@ SIMD_INLINE V(vec) V(to_float)(V(ivec) v) { return _mm512_cvtepi32_ps(v); }
 SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(127)), 23));
 }
+SIMD_INLINE V(vec) V(swap)(V(vec) v, const int n) {
+    return n == 1   ? _mm512_permute_ps(v, 0xb1)
+           : n == 2 ? _mm512_permute_ps(v, 0x4e)
+           : n == 4 ? _mm512_shuffle_f32x4(v, v, 0xb1)
+                    : _mm512_shuffle_f32x4(v, v, 0x4e);
+}
 SIMD_INLINE __m128 V(fold)(V(vec) v) { /* the four quarters, added */
     __m512 half = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
     return _mm512_castps512_ps128(_mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
@@ -88,6 +94,9 @@ SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
 }
 SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+SIMD_INLINE void V(store_i8)(simd_i8 *p, V(vec) v) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */

@@ -42,6 +42,7 @@ SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(v, vdupq_n_s32(127)), 23));
 }
 SIMD_INLINE float V(sum)(V(vec) v) { return vaddvq_f32(v); }
+SIMD_INLINE V(vec) V(swap)(V(vec) v, const int n) { return n == 1 ? vrev64q_f32(v) : vextq_f32(v, v, 2); }
 SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
     vst1q_f32(p, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
@@ -56,6 +57,11 @@ SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 }
 SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+SIMD_INLINE void V(store_i8)(simd_i8 *p, V(vec) v) {
+    int16x4_t pairs = vmovn_s32(vcvtnq_s32_f32(v));
+    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(pairs, pairs))), 0);
+    memcpy(p, &four, sizeof four);
+}
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 32. */
 #define ACC_VECS(n) 4

@@ -76,6 +76,10 @@ SIMD_INLINE V(vec) V(pow2)(V(ivec) v) {
     return r;
 }
 SIMD_INLINE float V(sum)(V(vec) v) { return (AT(v, 0) + AT(v, 2)) + (AT(v, 1) + AT(v, 3)); }
+SIMD_INLINE V(vec) V(swap)(V(vec) v, const int n) {
+    V(vec) r = {AT(v, n), AT(v, 1 ^ n), AT(v, 2 ^ n), AT(v, 3 ^ n)};
+    return r;
+}
 SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
     p[0] = V(sum)(a);
     p[1] = V(sum)(b);
@@ -101,6 +105,11 @@ SIMD_INLINE V(vec) V(load_i8)(const simd_i8 *p) {
 SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
     for (int i = 0; i < 4; ++i)
         p[i] = simd_to_f16(AT(v, i));
+}
+SIMD_INLINE void V(store_i8)(simd_i8 *p, V(vec) v) {
+    const V(ivec) whole = V(to_int)(v);
+    for (int i = 0; i < 4; ++i)
+        p[i] = (simd_i8)AT(whole, i);
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows. */

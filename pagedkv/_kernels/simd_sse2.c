@@ -48,6 +48,9 @@ SIMD_INLINE float V(sum)(V(vec) v) {
     v = _mm_add_ps(v, _mm_movehl_ps(v, v));
     return _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps(v, v, 1)));
 }
+SIMD_INLINE V(vec) V(swap)(V(vec) v, const int n) {
+    return n == 1 ? _mm_shuffle_ps(v, v, 0xb1) : _mm_shuffle_ps(v, v, 0x4e);
+}
 SIMD_INLINE void V(store_sums4)(float *p, V(vec) a, V(vec) b, V(vec) c, V(vec) d) {
     __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)); /* a02 b02 a13 b13 */
     __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
@@ -81,6 +84,12 @@ SIMD_INLINE void V(store_f16)(simd_f16 *p, V(vec) v) {
     _mm_storeu_ps(x, v);
     for (int i = 0; i < 4; ++i)
         p[i] = simd_to_f16(x[i]);
+}
+SIMD_INLINE void V(store_i8)(simd_i8 *p, V(vec) v) {
+    __m128i pairs = _mm_cvtps_epi32(v);
+    pairs = _mm_packs_epi32(pairs, pairs);
+    const int four = _mm_cvtsi128_si32(_mm_packs_epi16(pairs, pairs));
+    memcpy(p, &four, sizeof four);
 }
 
 /* Vectors of V that the accumulation keeps in registers for each of n rows, out of 16. */

@@ -15,12 +15,13 @@ from typing import NamedTuple, SupportsIndex
 from pagedkv import PagedKvStore
 from pagedkv._arrays import as_size
 from pagedkv._keys import Tokens, as_namespace, as_token_ids
-from pagedkv.formats import DTYPES
+from pagedkv.formats import DTYPES, FORMATS
 
 VERSION = 1  # of records
 HEADER_BYTES = 192  # of a record, before its token ids
 CHUNK, LEFT_BEHIND = 1, 2  # kinds of records
 
+_DTYPE_OF = {format.description: name for name, format in FORMATS.items()}
 _MAX = 2**31 - 1
 _PREFERRED_BYTES = 2**20
 _MOST_BYTES = 2**40  # of a block
@@ -37,7 +38,7 @@ class RecordFormat:
     n_layers, n_kv_heads, head_dim, v_head_dim : int
         As of the `PagedKvStore`.
     dtype : str
-        The name of the store's dtype, which stands for all its parameters.
+        The name of the store's dtype. `description` says with it how groups are scaled, and whether heads are turned.
     block_bytes : int
         Bytes of a block: K and V of all layers, with scales.
     chunk_blocks : int
@@ -144,7 +145,8 @@ class RecordFormat:
     @cached_property
     def description(self) -> bytes:
         """All of it as JSON in ASCII, names sorted, without spaces."""
-        named = {**asdict(self), "byte_order": sys.byteorder, "record_version": VERSION}
+        stored = FORMATS[self.dtype].description
+        named = {**asdict(self), "dtype": stored, "byte_order": sys.byteorder, "record_version": VERSION}
         return json.dumps(named, sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
@@ -369,7 +371,10 @@ class KeySpace:
             for name, wanted in (("record_version", VERSION), ("byte_order", sys.byteorder)):
                 if (got := named.pop(name)) != wanted:
                     raise ValueError(f"{name}: expected {wanted}, got {str(got)[:40]}")
-            space = cls(RecordFormat(**named), parts[b"modl"], parts.get(b"name"))
+            stored = named.pop("dtype")
+            if stored not in _DTYPE_OF:
+                raise ValueError(f"dtype: expected one of {', '.join(_DTYPE_OF)}, got {str(stored)[:40]}")
+            space = cls(RecordFormat(dtype=_DTYPE_OF[stored], **named), parts[b"modl"], parts.get(b"name"))
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError, json.JSONDecodeError):
             raise ValueError("description: expected one of a key space, got other bytes") from None
         if space.description != description:

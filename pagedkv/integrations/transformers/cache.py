@@ -243,17 +243,19 @@ def _gather_rows(
     rows = slice(first - start * store.block_size, cache.seq_len - start * store.block_size)
     if not ids or rows.start >= rows.stop:
         return np.empty((0, store.k_width), np.float32), np.empty((0, store.v_width), np.float32)
+    if FORMATS[store.dtype].scale is not None:
+        # A sequence of its own reads its blocks, also while a step has the other one.
+        reading = PagedKvCache()
+        store.retain(ids)
+        reading.adopt_blocks(ids, len(ids) * store.block_size, store.block_size, store=store)
+        try:
+            flat = reading.to_contiguous(store, layer=layer, start=rows.start, stop=rows.stop)
+        finally:
+            reading.release(store)
+        return flat.k, flat.v
     k = np.concatenate([store.k_block(block, layer) for block in ids])[rows]
     v = np.concatenate([store.v_block(block, layer) for block in ids])[rows]
-    if FORMATS[store.dtype].scale is not None:  # of each row and head
-        k = _scale(k, np.concatenate([store.k_scales(block, layer) for block in ids])[rows])
-        v = _scale(v, np.concatenate([store.v_scales(block, layer) for block in ids])[rows])
     return k, v
-
-
-def _scale(rows: npt.NDArray[Any], scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    heads = rows.reshape(*scales.shape, -1).astype(np.float32)
-    return (heads * scales[..., None]).reshape(rows.shape)
 
 
 def _stack(rows: list[npt.NDArray[Any]], n_positions: int, like: torch.Tensor) -> torch.Tensor:
