@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from proof_judge import conclude
 from proof_serving import ACTS, SERVICES, Server, lengths
-from proof_starved import starve
+from proof_starved import can_starve, starve
 from proof_ways import WAYS, Interrupt, Timer, boundaries, needs_signals
 from proof_world import ROUNDS, Wrong
 
@@ -57,12 +57,12 @@ def test_in_all_stores_or_in_none(act, way, record_property):
     conclude(faults, n_tried, record_property)
 
 
+@can_starve
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("act", ACTS, ids=str)
 def test_without_memory(act, record_property):
     """The same, for an allocation that fails."""
-    pytest.importorskip("_testcapi")
     allowed = act.allowed()
     kept = []
 
@@ -108,11 +108,11 @@ def test_a_scheduler_goes_on(service, way, record_property):
     conclude(faults, n_tried, record_property)
 
 
+@can_starve
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("service", SERVICES, ids=str)
 def test_a_scheduler_goes_on_when_there_is_memory_again(service, record_property):
-    pytest.importorskip("_testcapi")
     servers = []
 
     def begin():

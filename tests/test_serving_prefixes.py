@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from proof_starved import can_starve, testcapi
 from test_serving import SHAPES, SIZE, Model, answer_of, held, make_stores, run
 from test_serving_hostile import computed
 
@@ -150,10 +151,10 @@ def test_whatever_is_refused_has_changed_no_store():
     assert stores.prefixes.attach(empty, tokens) == 4
 
 
+@can_starve
 @pytest.mark.parametrize("what", ["attach", "insert", "insert inside", "insert with a handle"])
 def test_memory_that_cannot_be_had(what):
     """At one allocation after the other: no store knows more, no hit is counted, every sequence is as it was."""
-    testing = pytest.importorskip("_testcapi")
     refused = 0
     for at in range(200):
         stores = ModelStores(FLAT, 32, block_size=SIZE)
@@ -166,7 +167,7 @@ def test_memory_that_cannot_be_had(what):
             prefixes.insert(ours[:12], sequence, handle=handle)
         ids = np.array(ours)
         before = state(stores), refs(stores, sequence), [prefixes.match([*t, 1]) for t in (tokens, ours)]
-        testing.set_nomemory(at, at + 1)
+        testcapi.set_nomemory(at, at + 1)
         try:
             if what == "attach":
                 prefixes.attach(sequence, ids)
@@ -175,7 +176,7 @@ def test_memory_that_cannot_be_had(what):
             else:
                 prefixes.insert(ids, sequence)
         except (MemoryError, SystemError):  # NumPy says it in its own way
-            testing.remove_mem_hooks()
+            testcapi.remove_mem_hooks()
             refused += 1
             after = state(stores), refs(stores, sequence), [prefixes.match([*t, 1]) for t in (tokens, ours)]
             assert after == before
@@ -185,7 +186,7 @@ def test_memory_that_cannot_be_had(what):
                 prefixes.insert(ids, sequence, handle=handle)
                 assert prefixes.match([*ours, 1]) == 28
         else:
-            testing.remove_mem_hooks()
+            testcapi.remove_mem_hooks()
             prefixes.check()
             if at > 100:
                 break

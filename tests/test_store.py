@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from helpers import append, refused, rows, run_python, store_rows, store_state, unchanged, unsanitized
+from proof_starved import can_starve
 
 import pagedkv
 
@@ -405,11 +406,11 @@ def test_sizes_cannot_be_changed(store):
             setattr(store, name, 1)
 
 
+@can_starve
 @unsanitized
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_what_there_is_no_memory_to_make_is_not_made():
     """Whatever a store, its books or a model's stores allocate first may fail: what was begun goes again."""
-    pytest.importorskip("_testcapi")
     run_python("""
         import _testcapi, os
         import numpy as np

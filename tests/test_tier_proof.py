@@ -172,6 +172,11 @@ def test_killed_at_any_moment(folder, n_segments, what):
                 tier.remove([each[0].key])  # so that it is written again, and again
                 assert support.store(tier, each) == 6
 
+    if what == "evicting":  # so that there is something to evict, however slow the machine is
+        child = in_child(work)
+        while len(list(folder.glob("*.seg"))) < n_segments:
+            time.sleep(0.01)
+        assert kill_after(child, 0) == -signal.SIGKILL
     for i in range(ROUNDS // (4 if what == "writing" else 12)):
         assert kill_after(in_child(work), rng.uniform(0.001, 0.08)) == -signal.SIGKILL
         if not folder.exists():
