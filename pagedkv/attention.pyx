@@ -242,8 +242,8 @@ cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssiz
 # --- for whoever has a batch ready -------------------------------------------------------------------
 
 cdef void view_layer(KvView* kv, PagedKvStore store, Py_ssize_t layer) noexcept:
-    store.k.view_layer(&kv.k, layer)
-    store.v.view_layer(&kv.v, layer)
+    store.rows.k.view_layer(&kv.k, layer)
+    store.rows.v.view_layer(&kv.v, layer)
     kv.block_size = store.block_size
     kv.n_kv_heads = store.n_kv_heads
 

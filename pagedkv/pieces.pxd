@@ -2,14 +2,14 @@
 
 from libc.stdint cimport int32_t
 
-from pagedkv._rows cimport BlockRows
+from pagedkv._rows cimport KvRows
 from pagedkv.allocator cimport BlockAllocator
 
 
 cdef class HeldBlocks:
     cdef object store               # whose blocks they are: it stays as long as its memory is shown
     cdef BlockAllocator blocks
-    cdef BlockRows k, v
+    cdef KvRows rows
     cdef int32_t* ids
     cdef Py_ssize_t n               # references that are its own; 0 before they are taken, and after they went
     cdef Py_ssize_t n_views
@@ -17,7 +17,7 @@ cdef class HeldBlocks:
 
     # For n blocks, whose ids are to be written, and which are to be taken or retained, before `n` is set.
     @staticmethod
-    cdef HeldBlocks of(object store, BlockAllocator blocks, BlockRows k, BlockRows v, Py_ssize_t n, bint writable)
+    cdef HeldBlocks of(object store, BlockAllocator blocks, KvRows rows, Py_ssize_t n, bint writable)
     cdef int open_view(self) except -1
     cdef void close_view(self) noexcept
     # No more views; the blocks go back now, or with the last view.

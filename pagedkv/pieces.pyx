@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
 from pagedkv._arrays cimport as_size
-from pagedkv._rows cimport BlockRows
+from pagedkv._rows cimport BlockRows, KvRows
 from pagedkv.allocator cimport BlockAllocator
 
 
@@ -25,12 +25,11 @@ from pagedkv.allocator cimport BlockAllocator
 cdef class HeldBlocks:
 
     @staticmethod
-    cdef HeldBlocks of(object store, BlockAllocator blocks, BlockRows k, BlockRows v, Py_ssize_t n, bint writable):
+    cdef HeldBlocks of(object store, BlockAllocator blocks, KvRows rows, Py_ssize_t n, bint writable):
         cdef HeldBlocks held = HeldBlocks.__new__(HeldBlocks)
         held.store = store
         held.blocks = blocks
-        held.k = k
-        held.v = v
+        held.rows = rows
         held.writable = writable
         held.ids = <int32_t*>malloc(max(n, 1) * sizeof(int32_t))
         if held.ids is NULL:
@@ -90,9 +89,9 @@ cdef class HeldBlocks:
         cdef Py_ssize_t i, layer
         cdef list views = []
         for i in range(self.n):
-            for layer in range(self.k.n_layers):
-                views.append(memoryview(Piece.of(self, self.k, layer, self.ids[i])))
-                views.append(memoryview(Piece.of(self, self.v, layer, self.ids[i])))
+            for layer in range(self.rows.n_layers):
+                views.append(memoryview(Piece.of(self, self.rows.k, layer, self.ids[i])))
+                views.append(memoryview(Piece.of(self, self.rows.v, layer, self.ids[i])))
         return tuple(views)
 
 

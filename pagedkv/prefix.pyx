@@ -827,7 +827,9 @@ cdef Py_ssize_t hold_all(tuple stores, Share* shares, Key key) except -1:
         if shares[i].tail >= 0:
             source = shares[i].table[shares[i].n_blocks - 1]
             shares[i].table[shares[i].n_blocks - 1] = shares[i].tail
-            store.copy_prefix_rows(shares[i].tail, source, key.n % size)
+            if store.debug:
+                store.rows.erase(&shares[i].tail, 1)
+            store.rows.copy_block(shares[i].tail, source, key.n % size)
             store.drop(&source, 1)
     return key.n
 
@@ -891,7 +893,7 @@ cdef int check_finite(PagedKvStore store, PagedKvCache cache, Py_ssize_t start, 
         return 0
     ids = cache.block_table.tolist()
     for i in range(start // store.block_size, min(n, cache.length) // store.block_size):
-        if ids[i] >= 0 and not (store.k.is_finite(ids[i]) and store.v.is_finite(ids[i])):
+        if ids[i] >= 0 and not store.rows.is_finite(ids[i]):
             raise ValueError(f"cache: expected K and V that are finite, got others in positions {i * store.block_size} "
                              f"to {(i + 1) * store.block_size - 1}")
     return 0

@@ -24,7 +24,6 @@ from pagedkv._arrays cimport after_dropped, as_ids, as_index, as_items, as_size,
 from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport Places, in_blocks, in_slots, slot_of
-from pagedkv._rows cimport BlockRows
 from pagedkv.allocator cimport Want
 from pagedkv.contiguous cimport KvCache, as_target
 from pagedkv.store cimport PagedKvStore, as_store
@@ -136,9 +135,9 @@ cdef class PagedKvCache:
         """
         cdef PagedKvStore home = as_store(store)
         home.end_terms_if_short(1)
-        if not home.holds(k_step, v_step, home.n_layers, -1):
-            k_step = home.given_k(k_step, home.n_layers, -1)
-            v_step = home.given_v(v_step, home.n_layers, -1, k_step)
+        if not home.rows.holds(k_step, v_step, home.n_layers, -1):
+            k_step = home.rows.given_k(k_step, home.n_layers, -1)
+            v_step = home.rows.given_v(v_step, home.n_layers, -1, k_step)
         cdef Growth growth
         cdef int64_t slot
         cdef Places places = in_slots(&slot)
@@ -148,7 +147,7 @@ cdef class PagedKvCache:
             if self.measure(home, &growth):
                 self.stage_alone(home, &growth)
             slot = slot_of(growth.table, home.block_size, self.length)
-            home.write(0, home.n_layers, k_step, v_step, &places, 1, 1)
+            home.rows.write(0, home.n_layers, k_step, v_step, &places, 1, 1)
             self.commit(home, &growth, 1)
         finally:
             self.end_write()
@@ -177,9 +176,9 @@ cdef class PagedKvCache:
         cdef PagedKvStore home = as_store(store)
         cdef Py_ssize_t n = as_size(count, "count", 0, MAX_POSITIONS)
         home.end_terms_if_short(n)
-        if not home.holds(k, v, home.n_layers, n):
-            k = home.given_k(k, home.n_layers, n)
-            v = home.given_v(v, home.n_layers, n, k)
+        if not home.rows.holds(k, v, home.n_layers, n):
+            k = home.rows.given_k(k, home.n_layers, n)
+            v = home.rows.given_v(v, home.n_layers, n, k)
         cdef int n_threads = resolve_threads(0)
         cdef Growth growth
         cdef Places places
@@ -188,7 +187,7 @@ cdef class PagedKvCache:
         try:
             self.stage_alone(home, &growth)
             places = in_blocks(growth.table, home.block_size, self.length)
-            home.write(0, home.n_layers, k, v, &places, n, n_threads)
+            home.rows.write(0, home.n_layers, k, v, &places, n, n_threads)
             self.commit(home, &growth, n)
         finally:
             self.end_write()
@@ -523,7 +522,6 @@ cdef class PagedKvCache:
     cdef int copy_out(self, PagedKvStore store, Py_ssize_t layer, Py_ssize_t start, Py_ssize_t stop,
                       list targets) except -1:
         cdef int n_threads = resolve_threads(0)
-        cdef BlockRows k_rows = store.k, v_rows = store.v
         cdef float[:, ::1] k, v
         cdef Places places
         cdef Py_ssize_t i, n, n_begun = 0, n_ended = 0
@@ -546,9 +544,7 @@ cdef class PagedKvCache:
                 target = <KvCache>targets[i]
                 k, v = target.k_rows, target.v_rows
                 if n:
-                    with nogil:
-                        k_rows.gather(k, layer + i, &places, n, n_threads)
-                        v_rows.gather(v, layer + i, &places, n, n_threads)
+                    store.rows.gather(k, v, layer + i, &places, n, n_threads)
                 target.end_overwriting(n)
                 n_ended += 1
         finally:
@@ -646,7 +642,7 @@ cdef class PagedKvCache:
         cdef int32_t* table = growth.table
         for i in range(self.length // size, self.n_blocks):
             if n_left and store.blocks.counts[table[i]] > 1:
-                store.copy_shared_rows(taken[0], table[i], min(max(self.length - i * size, 0), size))
+                store.rows.copy_block(taken[0], table[i], min(max(self.length - i * size, 0), size))
                 table[i] = taken[0]
                 taken += 1
                 n_left -= 1
@@ -843,7 +839,7 @@ cdef void place_all(const Group* group, Py_ssize_t n, const Want* want) noexcept
     cdef const int32_t* ids = want.ids
     cdef Py_ssize_t i, n_placed
     if store.debug:
-        store.erase(ids, want.n)
+        store.rows.erase(ids, want.n)
     for i in range(n):
         n_placed = group.growths[i].n_copies + group.growths[i].n_missing
         (<PagedKvCache>group.caches[i]).place(store, &group.growths[i], ids)

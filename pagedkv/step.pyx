@@ -240,13 +240,13 @@ cdef class Step:
         cdef Py_ssize_t number = as_index(layer, "layer", self.n_layers), index
         cdef int g = self.locate(number, &index)
         cdef PagedKvStore store = <PagedKvStore>self.stores[g]
-        if not store.holds(k, v, 1, self.n_rows):
-            k = store.given_k(k, 1, self.n_rows)
-            v = store.given_v(v, 1, self.n_rows, k)
+        if not store.rows.holds(k, v, 1, self.n_rows):
+            k = store.rows.given_k(k, 1, self.n_rows)
+            v = store.rows.given_v(v, 1, self.n_rows, k)
         cdef Places places
         self.begin_call()
         places = in_slots(<int64_t*>cnp.PyArray_DATA(self.slots) + g * self.n_rows)
-        store.write(index, 1, k, v, &places, self.n_rows, self.n_threads)
+        store.rows.write(index, 1, k, v, &places, self.n_rows, self.n_threads)
         self.written[number] = 1
         self.busy = False
 

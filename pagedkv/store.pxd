@@ -1,8 +1,6 @@
-cimport numpy as cnp
 from libc.stdint cimport int32_t, uint64_t
 
-from pagedkv._kernels.rows cimport Places
-from pagedkv._rows cimport BlockRows
+from pagedkv._rows cimport KvRows
 from pagedkv.allocator cimport BlockAllocator, ByteBudget
 
 
@@ -13,9 +11,7 @@ cdef class PagedKvStore:
     cdef ByteBudget budget              # its own, or that of a model's stores
     cdef list peers                     # weak references to the stores that share it
     cdef readonly str dtype
-    cdef BlockRows k
-    cdef BlockRows v
-    cdef Py_ssize_t step_bytes          # K and V of one position, all layers
+    cdef KvRows rows
     cdef bint debug
     cdef Py_ssize_t copies_on_write
     cdef uint64_t n_lineages            # that its sequences have had
@@ -26,7 +22,7 @@ cdef class PagedKvStore:
         return self.budget.account.resident > self.budget.account.limit
 
     # From now on it shares the budget of another one; neither has been used yet.
-    cdef int set_up(self, BlockRows k, BlockRows v, Py_ssize_t total, str name, bint checked) except -1
+    cdef int set_up(self, KvRows rows, Py_ssize_t total, bint checked) except -1
     cdef int join(self, PagedKvStore other) except -1
     cdef list with_peers(self)
     cdef int end_terms_of_all(self) except -1
@@ -47,25 +43,6 @@ cdef class PagedKvStore:
     cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
     # One holder less for each id that has one: the way out when nothing may be raised.
     cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
-    # What a caller gave as K and V, n rows of each of n_layers or, for -1, one row a layer with no axis for it. Where they
-    # are arrays to be read as they lie there, `holds` says so, and runs nobody's code. Otherwise first K and then V is
-    # converted, by the caller's code too, and K looked at again after it. Rows that lie in the store's own memory are
-    # copied, so that no move overlaps itself. TypeError or ValueError names the argument.
-    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept
-    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n)
-    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k)
-    # Both again, right before they are read, where anything else has run since.
-    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1
-    cdef cnp.ndarray apart(self, cnp.ndarray rows)
-    # The one way in for rows, n of them in each of these layers: of arrays that were looked at as above, to places of blocks
-    # that have one holder. Releases the GIL where there is enough to copy, as the next one does.
-    cdef void write(self, Py_ssize_t layer, Py_ssize_t n_layers, cnp.ndarray k, cnp.ndarray v, const Places* places,
-                    Py_ssize_t n, int n_threads) noexcept
-    # The first n rows of a block, in all layers, to another block.
-    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
-
-    # The same into a block that was just taken.
-    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept
 
     # `prefixes` knows what blocks hold, from now on until it goes, of layers with this window; 0 without one. ValueError if
     # another one does.
@@ -73,8 +50,6 @@ cdef class PagedKvStore:
 
     # ValueError unless somebody holds the block.
     cdef int check_held(self, Py_ssize_t block, str name) except -1
-    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept
-
     # Ends every call that changed something: a store in debug mode checks its books.
     cdef int after_change(self) except -1
     cdef int check_books(self) except -1

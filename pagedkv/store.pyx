@@ -1,20 +1,16 @@
 """PagedKvStore: blocks of K and V for all layers, and who holds them.
 
-What is counted about blocks is a `BlockAllocator`'s, their bytes are two `BlockRows`; a store brings them together. At C
-level it trusts its arguments, but for what a caller gave as rows, and for ids that have no holder left.
+What is counted about blocks is a `BlockAllocator`'s, their bytes are `KvRows`; a store brings them together. At C level it
+trusts its arguments, but for ids that have no holder left.
 """
 
 cimport cython
-cimport numpy as cnp
 from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy
 
-from pagedkv._arrays cimport (
-    as_flag, as_format, as_ids, as_index, as_items, as_rows, as_size, check_apart, check_rows, describe, holds_rows)
-from pagedkv._kernels.rows cimport NOGIL_FROM, GivenRows, Places
-from pagedkv._kernels.simd cimport SIMD_BF16, SIMD_F16, SIMD_F32
-from pagedkv._rows cimport BlockRows
-from pagedkv._tensors cimport Tensor, as_tensor, view_tensor
+from pagedkv._arrays cimport as_flag, as_format, as_ids, as_index, as_items, as_size, describe
+from pagedkv._rows cimport KvRows
+from pagedkv._tensors cimport as_tensor
 from pagedkv.allocator cimport BlockAllocator, ByteBudget
 from pagedkv.pieces cimport BlockFilling, BlockPieces, HeldBlocks
 
@@ -29,7 +25,6 @@ from pagedkv.stats import StoreStats
 from pagedkv.viz import BlockMap
 
 cdef Py_ssize_t MAX_SIZE = sys.maxsize
-cdef dict KIND_NAMES = {SIMD_F32: "float32", SIMD_F16: "float16", SIMD_BF16: "bfloat16"}
 
 
 @cython.no_gc_clear  # its caches give their blocks back when they go, in whatever order a cycle is taken apart
@@ -109,8 +104,7 @@ prefault=False, debug=False)\n--\n
         self.blocks = BlockAllocator(0, 1)
         self.budget = ByteBudget()
         self.budget.join(self.blocks)
-        self.k = BlockRows()
-        self.v = BlockRows()
+        self.rows = KvRows()
         self.block_size = 1
         self.dtype = "float32"
 
@@ -128,13 +122,11 @@ prefault=False, debug=False)\n--\n
         cdef Py_ssize_t layers = as_size(n_layers, "n_layers", 1, MAX_SIZE)
         cdef bint touch = as_flag(prefault, "prefault"), checked = as_flag(debug, "debug")
         cdef object format = as_format(dtype)
-        cdef BlockRows k = BlockRows(format, int(layers), int(total), size, heads, k_dim, touch)
-        cdef BlockRows v = BlockRows(format, int(layers), int(total), size, heads, v_dim, touch)
-        self.set_up(k, v, total, format.name, checked)
+        self.set_up(KvRows.made(format, int(layers), int(total), size, heads, k_dim, v_dim, touch), total, checked)
 
-    cdef int set_up(self, BlockRows k, BlockRows v, Py_ssize_t total, str name, bint checked) except -1:
+    cdef int set_up(self, KvRows rows, Py_ssize_t total, bint checked) except -1:
         """Become a store of these rows."""
-        cdef BlockAllocator blocks = BlockAllocator(total, k.block_size * k.n_layers * (k.row_bytes + v.row_bytes))
+        cdef BlockAllocator blocks = BlockAllocator(total, rows.block_size * rows.step_bytes)
         cdef ByteBudget budget = ByteBudget()
         budget.join(blocks)
         budget.account.limit = total * blocks.block_bytes
@@ -143,15 +135,13 @@ prefault=False, debug=False)\n--\n
         with cython.critical_section(self):
             if self.blocks.total:
                 raise RuntimeError("PagedKvStore: __init__ runs once")
-            self.block_size = k.block_size
-            self.n_kv_heads = k.n_heads
-            self.head_dim = k.head_dim
-            self.v_head_dim = v.head_dim
-            self.n_layers = k.n_layers
-            self.dtype = name
-            self.k = k
-            self.v = v
-            self.step_bytes = k.n_layers * (k.row_bytes + v.row_bytes)
+            self.block_size = rows.block_size
+            self.n_kv_heads = rows.k.n_heads
+            self.head_dim = rows.k.head_dim
+            self.v_head_dim = rows.v.head_dim
+            self.n_layers = rows.n_layers
+            self.dtype = rows.k.layout.format.name
+            self.rows = rows
             self.debug = checked
             if checked:
                 blocks.erase = erase_freed
@@ -247,25 +237,14 @@ prefault=False, debug=False)\n--\n
         >>> store.total_blocks, store.n_layers, store.dtype
         (8, 4, 'float16')
         """
-        cdef str shape = "[n_layers, total_blocks, block_size, n_kv_heads, head_dim]", name
+        cdef str shape = "[n_layers, total_blocks, block_size, n_kv_heads, head_dim]"
         cdef str wanted = None if dtype is None else as_format(dtype).name
         cdef bint bits = wanted == "bfloat16", checked = as_flag(debug, "debug")
-        cdef cnp.ndarray k_array = as_tensor(k, "k", shape, bits, True), v_array = as_tensor(v, "v", shape, bits, True)
+        k, v = as_tensor(k, "k", shape, bits, True), as_tensor(v, "v", shape, bits, True)
         cdef Py_ssize_t n_heads = -1 if n_kv_heads is None else as_size(n_kv_heads, "n_kv_heads", 1, MAX_SIZE)
-        cdef Tensor k_given, v_given
-        cdef PagedKvStore store
-        # Nothing of the caller's runs any more.
-        take_blocks(&k_given, k_array, "k", n_heads)
-        take_blocks(&v_given, v_array, "v", k_given.shape[3])
-        name = KIND_NAMES[k_given.dtype]
-        if wanted is not None and name != wanted:
-            raise TypeError(f"k: expected {wanted}, got {describe(k_array)}")
-        if v_given.dtype != k_given.dtype or [v_given.shape[i] for i in range(4)] != [k_given.shape[i] for i in range(4)]:
-            raise ValueError(f"v: expected the layers, blocks, rows, heads and dtype of k, {describe(k_array)}, got "
-                             f"{describe(v_array)}")
-        check_apart(v_array, "v", k_array, "k")
-        store = cls.__new__(cls)
-        store.set_up(lent_rows(&k_given, k_array), lent_rows(&v_given, v_array), k_given.shape[1], name, checked)
+        cdef KvRows rows = KvRows.lent(k, v, n_heads, wanted)
+        cdef PagedKvStore store = cls.__new__(cls)
+        store.set_up(rows, rows.k.total_blocks, checked)
         return store
 
     # --- sizes ---
@@ -292,12 +271,12 @@ prefault=False, debug=False)\n--\n
     @property
     def k_width(self):
         """Values of a K row of one layer: ``n_kv_heads * head_dim``."""
-        return self.k.n_heads * self.k.head_dim
+        return self.rows.k.n_heads * self.rows.k.head_dim
 
     @property
     def v_width(self):
         """Values of a V row of one layer: ``n_kv_heads * v_head_dim``."""
-        return self.v.n_heads * self.v.head_dim
+        return self.rows.v.n_heads * self.rows.v.head_dim
 
     @property
     def nbytes(self):
@@ -345,19 +324,19 @@ prefault=False, debug=False)\n--\n
         ValueError
             Nobody holds the block.
         """
-        return self.view(self.k.blocks, id, layer, as_index(offset, "offset", self.block_size))
+        return self.view(self.rows.k.blocks, id, layer, as_index(offset, "offset", self.block_size))
 
     def v_row(self, id, offset, layer=0):
         """The V row of one position, as a read-only view ``[v_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.v.blocks, id, layer, as_index(offset, "offset", self.block_size))
+        return self.view(self.rows.v.blocks, id, layer, as_index(offset, "offset", self.block_size))
 
     def k_block(self, id, layer=0):
         """The K rows of a block, as a read-only view ``[block_size, k_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.k.blocks, id, layer, ...)
+        return self.view(self.rows.k.blocks, id, layer, ...)
 
     def v_block(self, id, layer=0):
         """The V rows of a block, as a read-only view ``[block_size, v_width]``. Arguments and errors as for `k_row`."""
-        return self.view(self.v.blocks, id, layer, ...)
+        return self.view(self.rows.v.blocks, id, layer, ...)
 
     def k_scales(self, id, layer=0):
         """The scales of a block's K rows in an int8 store: a read-only float16 view ``[block_size, n_kv_heads, groups]``.
@@ -365,11 +344,16 @@ prefault=False, debug=False)\n--\n
         A group is 32 values of a head, as they are stored; the last one may be fewer.
         Arguments and errors as for `k_row`, and a ValueError where the store is not int8.
         """
-        return self.view(self.k.scales, id, layer, ...)
+        return self.view(self.rows.k.scales, id, layer, ...)
 
     def v_scales(self, id, layer=0):
+<<<<<<< HEAD
         """The scales of a block's V rows, as for `k_scales`. Arguments and errors as for `k_scales`."""
         return self.view(self.v.scales, id, layer, ...)
+=======
+        """The scales of a block's V rows, float32 ``[block_size, n_kv_heads]``. Arguments and errors as for `k_scales`."""
+        return self.view(self.rows.v.scales, id, layer, ...)
+>>>>>>> 90c5d11 (K and V of all blocks are one thing, KvRows: rows in, rows out, memory that is lent)
 
     cdef object view(self, object blocks, object id, object layer, object offset):
         cdef Py_ssize_t block = as_index(id, "id", self.blocks.total)
@@ -420,7 +404,7 @@ prefault=False, debug=False)\n--\n
         if count == 0:
             return ids
         if self.debug:
-            self.erase(&out[0], count)
+            self.rows.erase(&out[0], count)
         try:
             self.after_change()
         except BaseException:  # nobody would know whose they are
@@ -518,7 +502,7 @@ prefault=False, debug=False)\n--\n
         if self.blocks.counts[target] > 1:
             raise ValueError(f"dst: expected a block with one holder, got {target}, "
                              f"which has {self.blocks.counts[target]}")
-        self.copy_shared_rows(<int32_t>target, <int32_t>source, self.block_size)
+        self.rows.copy_block(<int32_t>target, <int32_t>source, self.block_size)
 
     # --- blocks as they are stored ---
 
@@ -554,7 +538,7 @@ prefault=False, debug=False)\n--\n
         """
         cdef int32_t[::1] given = as_ids(ids, "ids", self.blocks.total)
         cdef Py_ssize_t bad, n = given.shape[0]
-        cdef HeldBlocks held = HeldBlocks.of(self, self.blocks, self.k, self.v, n, False)
+        cdef HeldBlocks held = HeldBlocks.of(self, self.blocks, self.rows, n, False)
         cdef BlockPieces pieces = BlockPieces.of(held)
         if n:
             memcpy(held.ids, &given[0], n * sizeof(int32_t))
@@ -603,7 +587,7 @@ prefault=False, debug=False)\n--\n
             self.end_terms()
         if count > self.blocks.n_most():  # not worth an array of that size
             raise self.exhausted(count, 0)
-        cdef HeldBlocks held = HeldBlocks.of(self, self.blocks, self.k, self.v, count, True)
+        cdef HeldBlocks held = HeldBlocks.of(self, self.blocks, self.rows, count, True)
         cdef BlockFilling filling = BlockFilling.fill(held)
         if count and not self.take(held.ids, count):
             raise self.exhausted(count, 0)
@@ -632,7 +616,7 @@ prefault=False, debug=False)\n--\n
                 first = i
                 while i < ids.shape[0] and ids[i] == ids[first] + i - first and self.blocks.counts[ids[i]] == 0:
                     i += 1
-                n_bytes += self.k.trim(ids[first], i - first) + self.v.trim(ids[first], i - first)
+                n_bytes += self.rows.trim(ids[first], i - first)
             i += i == first  # somebody has taken it
         return n_bytes
 
@@ -772,7 +756,7 @@ prefault=False, debug=False)\n--\n
     cdef bint take(self, int32_t* ids, Py_ssize_t n) noexcept:
         cdef bint enough = self.blocks.take(ids, n)
         if enough and self.debug:
-            self.erase(ids, n)
+            self.rows.erase(ids, n)
         return enough
 
     cdef int end_terms_if_short(self, Py_ssize_t n_new) except -1:
@@ -817,68 +801,6 @@ prefault=False, debug=False)\n--\n
         for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
             self.drop(&ids[i], 1)
 
-    cdef void erase(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        """Fill blocks that are not written yet, or not held any more, with NaN."""
-        cdef Py_ssize_t i
-        for i in range(n):
-            self.k.erase_block(ids[i])
-            self.v.erase_block(ids[i])
-
-    # --- at C level: bytes ---
-
-    cdef bint holds(self, object k, object v, Py_ssize_t n_layers, Py_ssize_t n) noexcept:
-        cdef BlockRows k_rows = self.k, v_rows = self.v
-        return (holds_rows(k, &k_rows.layout.row, k_rows.layout.typenum, n_layers, n)
-                and holds_rows(v, &v_rows.layout.row, v_rows.layout.typenum, n_layers, n)
-                and not (k_rows.overlaps(<cnp.ndarray>k) or v_rows.overlaps(<cnp.ndarray>k)
-                         or k_rows.overlaps(<cnp.ndarray>v) or v_rows.overlaps(<cnp.ndarray>v)))
-
-    cdef cnp.ndarray given_k(self, object array, Py_ssize_t n_layers, Py_ssize_t n):
-        cdef str name = "k_step" if n < 0 else "k"
-        return self.apart(as_rows(array, name, self.k.layout, n_layers, n))
-
-    cdef cnp.ndarray given_v(self, object array, Py_ssize_t n_layers, Py_ssize_t n, cnp.ndarray k):
-        cdef str name = "v_step" if n < 0 else "v"
-        cdef cnp.ndarray v = as_rows(array, name, self.v.layout, n_layers, n)
-        self.check_given(k, v, n_layers, n)
-        return self.apart(v)
-
-    cdef int check_given(self, cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_layers, Py_ssize_t n) except -1:
-        check_rows(k, "k_step" if n < 0 else "k", self.k.layout, n_layers, n)
-        check_rows(v, "v_step" if n < 0 else "v", self.v.layout, n_layers, n)
-        return 0
-
-    cdef cnp.ndarray apart(self, cnp.ndarray rows):
-        """The rows, or a copy where they are a view of this store."""
-        return rows.copy() if self.k.overlaps(rows) or self.v.overlaps(rows) else rows
-
-    cdef void write(self, Py_ssize_t layer, Py_ssize_t n_layers, cnp.ndarray k, cnp.ndarray v, const Places* places,
-                    Py_ssize_t n, int n_threads) noexcept:
-        cdef BlockRows k_rows = self.k, v_rows = self.v
-        cdef GivenRows k_given = k_rows.given(k), v_given = v_rows.given(v)
-        if n * self.step_bytes < NOGIL_FROM:
-            k_rows.write(layer, n_layers, &k_given, places, n, n_threads)
-            v_rows.write(layer, n_layers, &v_given, places, n, n_threads)
-        else:
-            with nogil:
-                k_rows.write(layer, n_layers, &k_given, places, n, n_threads)
-                v_rows.write(layer, n_layers, &v_given, places, n, n_threads)
-
-    cdef void copy_prefix_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
-        if self.debug:
-            self.erase(&dst, 1)
-        self.copy_shared_rows(dst, src, n)
-
-    cdef void copy_shared_rows(self, int32_t dst, int32_t src, Py_ssize_t n) noexcept:
-        cdef BlockRows k = self.k, v = self.v
-        if n * self.step_bytes < NOGIL_FROM:
-            k.copy_block(dst, src, n)
-            v.copy_block(dst, src, n)
-        else:
-            with nogil:
-                k.copy_block(dst, src, n)
-                v.copy_block(dst, src, n)
-
     cdef int after_change(self) except -1:
         cdef PagedKvStore store
         if self.is_over():  # free blocks keep memory that others of the budget need
@@ -897,41 +819,4 @@ cdef object not_a_store(object store):
 
 cdef void erase_freed(void* owner, int32_t id) noexcept:
     """For the allocator of a store with debug=True."""
-    (<PagedKvStore>owner).erase(&id, 1)
-
-
-# --- memory that is lent -----------------------------------------------------------------------------
-
-cdef int take_blocks(Tensor* given, cnp.ndarray array, str name, Py_ssize_t n_heads) except -1:
-    """Look at K or V of all blocks; the axes are [n_layers, total_blocks, block_size, n_kv_heads, head_dim] then."""
-    cdef str shape = "[n_layers, total_blocks, block_size, n_kv_heads, head_dim]"
-    cdef Py_ssize_t i, step
-    if array.ndim == 4:
-        shape = "[n_layers, total_blocks, block_size, width]"
-        view_tensor(given, array, name, shape, 4, True)
-        if n_heads < 0:
-            raise ValueError(f"n_kv_heads: expected the number of heads, which {describe(array)} does not say")
-        if given.shape[3] % n_heads:
-            raise ValueError(f"{name}: expected rows of {n_heads} heads, got {describe(array)}")
-        given.shape[4] = given.shape[3] // n_heads
-        given.strides[4] = given.strides[3]
-        given.shape[3] = n_heads
-        given.strides[3] = given.shape[4] * given.item_bytes
-    else:
-        view_tensor(given, array, name, shape, 5, True)
-        if n_heads >= 0 and given.shape[3] != n_heads:
-            raise ValueError(f"{name}: expected rows of {n_heads} heads, got {describe(array)}")
-    step = given.item_bytes
-    for i in range(4, -1, -1):
-        if given.shape[i] == 0 or (i == 1 and given.shape[i] > INT32_MAX):
-            raise ValueError(f"{name}: expected {shape} of at least one value, and at most {INT32_MAX} blocks, got "
-                             f"{describe(array)}")
-        if given.shape[i] > 1 and given.strides[i] != step:
-            raise ValueError(f"{name}: expected {shape}, C-contiguous, got one with gaps or in another order")
-        step *= given.shape[i]
-    return 0
-
-
-cdef BlockRows lent_rows(const Tensor* given, cnp.ndarray array):
-    return BlockRows(as_format(KIND_NAMES[given.dtype]), int(given.shape[0]), int(given.shape[1]), given.shape[2],
-                     given.shape[3], given.shape[4], False, np.ravel(array).view(np.uint8))
+    (<PagedKvStore>owner).rows.erase(&id, 1)

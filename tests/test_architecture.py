@@ -21,7 +21,8 @@ FLOORS = [
     ["errors", "formats", "stats", "viz"],  # plain values, and pictures of them
     ["_radix"],  # what is known of token ids: C level too
     ["_arrays", "_guard"],  # what the caller gave, checked; who may use it now
-    ["allocator", "_rows", "_keys", "threads", "_tensors", "_windows"],
+    ["_tensors"],  # arrays of any strides, looked at where they lie
+    ["allocator", "_rows", "_keys", "threads", "_windows"],
     ["pieces"],  # the bytes of blocks, shown to callers
     ["store", "cpu"],
     ["contiguous"],
