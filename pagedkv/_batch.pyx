@@ -8,8 +8,14 @@ from cpython.object cimport PyObject
 from libc.stdlib cimport calloc, free
 
 from pagedkv._arrays cimport MAX_POSITIONS, as_size
-from pagedkv.sequence cimport Fork, Group, Growth, PagedKvCache, stage
+from pagedkv._tables cimport BlockTable, Group, Growth, first_position, release_table, stage
+from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
+
+
+cdef struct Fork:
+    PyObject* store             # of its blocks: the source may be in another one, or in none, when it is taken over
+    BlockTable table
 
 
 cdef int fork_all(tuple caches, tuple sources) except -1:
@@ -21,22 +27,18 @@ cdef int fork_all(tuple caches, tuple sources) except -1:
     try:
         for i in range(n):
             (<PagedKvCache>caches[i]).check_own()
-            (<PagedKvCache>sources[i]).prepare_fork(&forks[i])
+            (<PagedKvCache>sources[i]).prepare_fork(&forks[i].table)
+            forks[i].store = <PyObject*>(<PagedKvCache>sources[i]).store
             n_ready += 1
         for i in range(n):
-            (<PagedKvCache>caches[i]).take_over(&forks[i])
+            (<PagedKvCache>caches[i]).take_over(<PagedKvStore>forks[i].store, &forks[i].table)
         done = True
     finally:
         for i in range(0 if done else n_ready):
-            drop_fork(&forks[i])
+            release_table(&forks[i].table, <PagedKvStore>forks[i].store)
+            free(forks[i].table.ids)
         free(forks)
     return 0
-
-
-cdef void drop_fork(Fork* fork) noexcept:
-    if fork.n_blocks > fork.n_dropped:
-        (<PagedKvStore>fork.store).drop_each(&fork.table[fork.n_dropped], fork.n_blocks - fork.n_dropped)
-    free(fork.table)
 
 
 cdef int lock_all(tuple caches) except -1:
@@ -78,12 +80,12 @@ def truncate_all(tuple caches not None, new_len):
     lock_all(caches)
     try:
         for cache in caches:
-            if cache.length > n and cache.n_dropped * cache.block_size > n:
+            if cache.table.length > n and first_position(&cache.table) > n:
                 raise ValueError(f"n_positions: expected {cache.first_position} or more, what the windows have left, got {n}")
         for i in range(len(caches)):
             cache = <PagedKvCache>caches[i]
-            if new_len is None or cache.length > n:
-                cache.cut(min(n, cache.length))
+            if new_len is None or cache.table.length > n:
+                cache.cut(min(n, cache.table.length))
     finally:
         unlock(caches, len(caches))
     after_change(homes)
@@ -96,7 +98,7 @@ def drop_before_all(tuple caches not None, tuple positions not None):
     cdef Py_ssize_t i
     lock_all(caches)
     for i in range(len(caches)):
-        (<PagedKvCache>caches[i]).drop_to(min(<Py_ssize_t>starts[i], (<PagedKvCache>caches[i]).length))
+        (<PagedKvCache>caches[i]).drop_to(min(<Py_ssize_t>starts[i], (<PagedKvCache>caches[i]).table.length))
     unlock(caches, len(caches))
     after_change(homes)
 
@@ -117,7 +119,7 @@ def reserve_all(tuple stores not None, tuple caches not None, tuple n_new not No
     cdef Py_ssize_t n = len(caches), i, n_locked = 0
     cdef Group* groups = <Group*>calloc(max(n, 1), sizeof(Group))
     cdef Growth* growths = <Growth*>calloc(max(n, 1), sizeof(Growth))
-    cdef PyObject** members = <PyObject**>calloc(max(n, 1), sizeof(PyObject*))
+    cdef BlockTable** members = <BlockTable**>calloc(max(n, 1), sizeof(BlockTable*))
     cdef PagedKvCache cache
     try:
         if groups is NULL or growths is NULL or members is NULL:
@@ -129,7 +131,7 @@ def reserve_all(tuple stores not None, tuple caches not None, tuple n_new not No
             cache = <PagedKvCache?>caches[i]
             cache.begin_write(<PagedKvStore>stores[i])
             n_locked += 1
-            members[i] = <PyObject*>cache
+            members[i] = &cache.table
             groups[i] = Group(<PyObject*>stores[i], &members[i], &growths[i])
         stage(groups, <int>n, 1)
         for i in range(n):

@@ -22,7 +22,7 @@ from pagedkv._tensors cimport Tensor, view_tensor
 import numpy as np
 
 cdef extern from "pages.h" nogil:
-    Py_ssize_t give_back_pages(char* start, char* end)
+    Py_ssize_t trim_pages(char* start, char* end)
 
 cdef dict KIND_NAMES = {SIMD_F32: "float32", SIMD_F16: "float16", SIMD_BF16: "bfloat16"}
 
@@ -114,7 +114,7 @@ cdef class BlockRows:
         if self.is_lent:
             return 0
         for layer in range(self.n_layers):
-            n_bytes += give_back_pages(self.address(layer, block), self.address(layer, block + n))
+            n_bytes += trim_pages(self.address(layer, block), self.address(layer, block + n))
         return n_bytes
 
     cdef bint is_finite(self, Py_ssize_t block) except -1:

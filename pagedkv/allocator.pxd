@@ -109,7 +109,9 @@ cdef class BlockAllocator:
     cdef bint peek(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef bint take_peeked(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain(self, const int32_t* ids, Py_ssize_t n) noexcept
-    cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept
+    cdef Py_ssize_t release(self, const int32_t* ids, Py_ssize_t n) noexcept
+    # One holder less for each id that has one: the way out when nothing may be raised.
+    cdef void release_each(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef inline void recount(self, int32_t id, int32_t before, int32_t after) noexcept:
         """A block's holders have changed: does it still belong to the prefix cache alone?"""
         if self.tree is not NULL:
@@ -119,7 +121,7 @@ cdef class BlockAllocator:
     cdef bint take_locked(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef void hand_out(self, int32_t* ids, Py_ssize_t n) noexcept
     cdef Py_ssize_t retain_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
-    cdef Py_ssize_t give_back_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
+    cdef Py_ssize_t release_locked(self, const int32_t* ids, Py_ssize_t n) noexcept
     cdef void freed_from(self, Py_ssize_t top) noexcept
 
     # The ids of blocks that are free and were held before, in ascending order: their pages are about to be given back.

@@ -32,7 +32,7 @@ from pagedkv._radix.nodes cimport HOLE, Key, Mark, RadixTree, first_needed, radi
 from pagedkv._radix.order cimport UNKNOWN, radix_end_terms, radix_goes_before, radix_is_idle, radix_kind
 from pagedkv._radix.picture cimport Extent, Piece, radix_copy_names, radix_copy_space
 from pagedkv._radix.tree cimport (
-    Insertion, radix_blocks, radix_clear, radix_drop, radix_evict, radix_forget, radix_insert, radix_is_prepared,
+    Insertion, radix_blocks, radix_clear, radix_discard, radix_evict, radix_forget, radix_insert, radix_is_prepared,
     radix_match, radix_prepare_insert, radix_use)
 
 from collections import Counter
@@ -273,14 +273,20 @@ cdef class BlockAllocator:
                 self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
         return bad
 
-    cdef Py_ssize_t give_back(self, const int32_t* ids, Py_ssize_t n) noexcept:
+    cdef Py_ssize_t release(self, const int32_t* ids, Py_ssize_t n) noexcept:
         """One holder less for each id; -1, or the place of one that nobody holds, and no change."""
         cdef Py_ssize_t bad
         with cython.critical_section(<object>self.budget):
-            bad = self.give_back_locked(ids, n)
+            bad = self.release_locked(ids, n)
         return bad
 
-    cdef Py_ssize_t give_back_locked(self, const int32_t* ids, Py_ssize_t n) noexcept:
+    cdef void release_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i
+        with cython.critical_section(<object>self.budget):
+            for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
+                self.release_locked(&ids[i], 1)
+
+    cdef Py_ssize_t release_locked(self, const int32_t* ids, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, j, top, bad = -1
         top = self.n_returned
         for i in range(n - 1, -1, -1):
@@ -411,7 +417,7 @@ cdef class BlockAllocator:
         with cython.critical_section(<object>self.budget):
             n = insertion.n_added
             if not radix_is_prepared(self.tree, table, insertion):
-                radix_drop(insertion)
+                radix_discard(insertion)
                 n = radix_prepare_insert(self.tree, key, table, priority, expires, mark, insertion)
             if n >= 0:
                 radix_insert(self.tree, key, table, priority, expires, mark, insertion)

@@ -20,6 +20,7 @@ from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
     AttendOptions, AttendPlan, HeadsView, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
 from pagedkv._kernels.simd cimport SIMD_F32
+from pagedkv._tables cimport first_position
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore, as_store
 
@@ -131,12 +132,12 @@ def paged_attention(q, store, caches, *, layer=0, query_lens=None, scale=None, w
             cache.begin_read(home)
             n_reading += 1
             spans[i].query_len = lens[i]
-            if spans[i].query_len > cache.length:
-                raise ValueError(f"query_lens[{i}]: expected at most the sequence's {cache.length} positions, "
+            if spans[i].query_len > cache.table.length:
+                raise ValueError(f"query_lens[{i}]: expected at most the sequence's {cache.table.length} positions, "
                                  f"got {spans[i].query_len}")
-            spans[i].table = cache.table
-            spans[i].seq_len = cache.length
-            spans[i].first_position = cache.n_dropped * home.block_size
+            spans[i].table = cache.table.ids
+            spans[i].seq_len = cache.table.length
+            spans[i].first_position = first_position(&cache.table)
             spans[i].first_row = row
             row += spans[i].query_len
         return attend(asked, &kv, &shelf, spans, n_caches, n_rows, threads)

@@ -8,7 +8,7 @@ cdef class KvBlockPool:
     cdef readonly Py_ssize_t block_size, total_blocks, held
 
     cdef int take(self, Py_ssize_t n) except -1
-    cdef void give_back(self, Py_ssize_t n) noexcept
+    cdef void release(self, Py_ssize_t n) noexcept
 
 
 cdef class KvCache:

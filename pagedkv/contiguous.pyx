@@ -95,7 +95,7 @@ cdef class KvBlockPool:
             raise KvPoolExhausted(n, free, total)
         return 0
 
-    cdef void give_back(self, Py_ssize_t n) noexcept:
+    cdef void release(self, Py_ssize_t n) noexcept:
         with cython.critical_section(self):
             self.held -= n
 
@@ -170,7 +170,7 @@ cdef class KvCache:
 
     def __dealloc__(self):
         if self.pool is not None:
-            self.pool.give_back(self.pool_blocks)
+            self.pool.release(self.pool_blocks)
 
     @classmethod
     def with_capacity(cls, n_kv_heads, head_dim, max_seq_len, *, v_head_dim=None):
@@ -374,7 +374,7 @@ cdef class KvCache:
         try:
             self.set_empty(self.k_rows.shape[1], self.v_rows.shape[1])
             if self.pool is not None:
-                self.pool.give_back(self.pool_blocks)
+                self.pool.release(self.pool_blocks)
             self.seq_len = self.usable = self.pool_blocks = 0
             self.planned = -1
         finally:
@@ -444,7 +444,7 @@ cdef class KvCache:
                 self.check_given(k, v, n_new)
         except BaseException:
             if self.pool is not None:
-                self.pool.give_back(n_blocks)
+                self.pool.release(n_blocks)
             raise
         self.set_rows(k_array, v_array, k_rows, v_rows)
         self.pool_blocks += n_blocks

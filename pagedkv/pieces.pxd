@@ -24,7 +24,7 @@ cdef class HeldBlocks:
     cdef void close(self) noexcept
     # No more views, and the first n blocks are the caller's from now on. False, and no change, where there are views.
     cdef bint keep(self, Py_ssize_t n_kept) noexcept
-    cdef void give_back(self, Py_ssize_t start, Py_ssize_t stop) noexcept
+    cdef void release(self, Py_ssize_t start, Py_ssize_t stop) noexcept
     cdef tuple show(self)
 
 

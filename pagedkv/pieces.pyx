@@ -37,7 +37,7 @@ cdef class HeldBlocks:
         return held
 
     def __dealloc__(self):
-        self.give_back(0, self.n)
+        self.release(0, self.n)
         free(self.ids)
 
     cdef int open_view(self) except -1:
@@ -56,7 +56,7 @@ cdef class HeldBlocks:
             if self.closed and self.n_views == 0:
                 n = self.n
                 self.n = 0
-        self.give_back(0, n)
+        self.release(0, n)
 
     cdef void close(self) noexcept:
         cdef Py_ssize_t n = 0
@@ -65,7 +65,7 @@ cdef class HeldBlocks:
             if self.n_views == 0:
                 n = self.n
                 self.n = 0
-        self.give_back(0, n)
+        self.release(0, n)
 
     cdef bint keep(self, Py_ssize_t n_kept) noexcept:
         cdef Py_ssize_t n = 0
@@ -76,14 +76,12 @@ cdef class HeldBlocks:
                 self.closed = True
                 n = self.n
                 self.n = 0
-        self.give_back(n_kept, n)
+        self.release(n_kept, n)
         return unseen
 
-    cdef void give_back(self, Py_ssize_t start, Py_ssize_t stop) noexcept:
-        """What the caller has taken out of `n`, so that nobody else gives it back too."""
-        cdef Py_ssize_t i
-        for i in range(stop - 1, start - 1, -1):  # from the end, so that they are handed out again in their order
-            self.blocks.give_back(&self.ids[i], 1)
+    cdef void release(self, Py_ssize_t start, Py_ssize_t stop) noexcept:
+        """What the caller has taken out of `n`, so that nobody else releases it too."""
+        self.blocks.release_each(&self.ids[start], stop - start)
 
     cdef tuple show(self):
         cdef Py_ssize_t i, layer

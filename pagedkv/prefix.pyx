@@ -3,24 +3,24 @@
 What it knows is in the books of the store's blocks (`BlockAllocator`), as a tree; here is what a caller gives and gets.
 Whatever may run the caller's code, or fail, comes first: the clock, the arrays, the numbers. Then the books change at once.
 
-A model's layers may be spread over several stores of one block size, each with its books: a beginning is known as far as
-all of them know it, and all of them change or none. A store by itself is a model of one.
+A model's layers may be spread over several stores of one block size, each with its books: `_beginnings` asks and tells all
+of them.
 """
 
 cimport cython
 from libc.math cimport isnan
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 
-from pagedkv._arrays cimport as_index, as_size, describe, empty_ids
+from pagedkv._arrays cimport as_index, as_size, describe
+from pagedkv._beginnings cimport Told, find_all, match_all, start_all, tell_all
 from pagedkv._groups cimport as_sequence, as_stores, windows_of
 from pagedkv._radix.nodes cimport NEVER, Key, Mark, RadixTree, common
 from pagedkv._radix.order cimport UNPROTECTED, radix_kind
-from pagedkv._radix.tree cimport Insertion, radix_drop
+from pagedkv._tables cimport has_first
 from pagedkv.events cimport PrefixEvents
 from pagedkv.known cimport key_of, key_of_all, names_of, walk
-from pagedkv.sequence cimport PagedKvCache, blocks_for, new_table
+from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
 import sys
@@ -31,24 +31,6 @@ import numpy as np
 
 from pagedkv._keys import as_count, as_namespace, as_token_ids, as_ttl
 from pagedkv.stats import PrefixStats
-
-
-# What a sequence is given in one store.
-cdef struct Share:
-    int32_t* table          # of blocks that it holds already, from the first one that is seen
-    Py_ssize_t first
-    Py_ssize_t n_blocks
-    int32_t tail            # where the rows of the last block go that match; -1 without one
-
-
-# What one store is told.
-cdef struct Told:
-    int32_t* table          # the blocks from `start` on
-    Py_ssize_t start        # positions that it has been told before
-    Py_ssize_t n            # and with these; 0 for nothing
-    Mark mark
-    uint64_t lineage        # of the sequence's positions until there
-    Insertion insertion
 
 
 # What a handle knows in one store.
@@ -342,7 +324,7 @@ cdef class PrefixCache:
         self.check_made()
         cdef const int64_t[::1] ids = as_token_ids(tokens)
         cdef bytes name = as_namespace(namespace)
-        return self.find(name, ids)[1][0][0]
+        return find_all(self.homes, name, ids)[1][0][0]
 
     def attach(self, cache, tokens, *, namespace=None):
         """Start an empty sequence on the longest beginning of ``tokens`` that is known.
@@ -374,7 +356,9 @@ cdef class PrefixCache:
         """
         self.check_made()
         ids, name = as_token_ids(tokens), as_namespace(namespace)
-        return self.attach_all(as_sequence(cache, self.homes), ids, name)
+        caches = as_sequence(cache, self.homes)
+        self._end_terms()
+        return self.gone(start_all(self.homes, caches, name, ids))
 
     def namespaces(self):
         """The names of the namespaces in which something is known now: a list of bytes, with None first if it is one.
@@ -448,25 +432,7 @@ cdef class PrefixCache:
     def _look_up(self, const int64_t[::1] ids not None, bytes name):
         """`match`, and for each store `match_blocks` and for each of these blocks whether it could be given up now."""
         self._end_terms()
-        return self.find(name, ids)
-
-    cdef tuple find(self, bytes name, const int64_t[::1] ids):
-        cdef Py_ssize_t size = self.at(0).block_size, n_known = ids.shape[0] - 1, n
-        cdef PagedKvStore store
-        cdef int32_t[::1] table
-        cdef unsigned char[::1] marks
-        cdef list found = []
-        if len(self.homes) > 1:
-            n_known = match_all(self.homes, key_of(name, ids, n_known))
-        for store in self.homes:
-            blocks = empty_ids(ids.shape[0] // size + 1)
-            idle = np.zeros(len(blocks), bool)
-            table, marks = blocks, idle.view(np.uint8)
-            n = store.blocks.match(key_of(name, ids, n_known), &table[0])
-            store.blocks.mark_idle(&table[0], n // size, &marks[0])
-            found.append((blocks[:n // size], idle[:n // size]))
-            n_known = min(n_known, n)
-        return max(n_known, 0), tuple(found)
+        return find_all(self.homes, name, ids)
 
     # --- changing ---
 
@@ -662,40 +628,6 @@ cdef class PrefixCache:
                 return self._now()
         return 0
 
-    # --- starting on what is known ---
-
-    cdef Py_ssize_t attach_all(self, tuple caches, const int64_t[::1] ids, bytes name) except -1:
-        """Start an empty cache of each store on what all of them know of these tokens, but for the last one."""
-        cdef Py_ssize_t n_stores = len(self.homes), n_locked = 0, n = 0, i
-        cdef Share* shares = <Share*>calloc(n_stores, sizeof(Share))
-        cdef PagedKvCache cache
-        if shares is NULL:
-            raise MemoryError("cannot allocate what is shared")
-        try:
-            self._end_terms()
-            for i in range(n_stores):
-                cache = caches[i]
-                cache.lock_write()
-                n_locked += 1
-                if cache.n_blocks:
-                    raise ValueError(f"cache: expected one that holds no blocks, got {cache!r}")
-                shares[i].tail = -1
-                shares[i].table = new_table(max(ids.shape[0] - 1, 0) // self.at(i).block_size + 1)
-            n = hold_all(self.homes, shares, key_of(name, ids, ids.shape[0] - 1))
-            for i in range(n_stores):
-                self.at(i).blocks.use(key_of(name, ids, n), ids.shape[0])
-                (<PagedKvCache>caches[i]).become(self.at(i), shares[i].table, shares[i].n_blocks, shares[i].first, n,
-                                                 self.at(i).block_size)
-                shares[i].table = NULL
-        finally:
-            for i in range(n_locked):
-                if shares[i].table is not NULL:
-                    let_go(self.at(i), &shares[i])
-                    free(shares[i].table)
-                (<PagedKvCache>caches[i]).end_write()
-            free(shares)
-        return self.gone(n)
-
     # --- remembering ---
 
     cdef Py_ssize_t insert_all(self, tuple caches, object tokens, bytes name, int64_t priority, object seconds,
@@ -704,9 +636,11 @@ cdef class PrefixCache:
         cdef Py_ssize_t n_stores = len(self.homes), n_new = -2, i
         cdef Told* told = <Told*>calloc(n_stores, sizeof(Told))
         cdef Seen* seen = <Seen*>calloc(n_stores, sizeof(Seen))
+        cdef double expires
         try:
             if told is NULL or seen is NULL:
                 raise MemoryError("cannot allocate what is inserted")
+            expires = self.end_of(seconds)
             prefixes, store = weakref.ref(self.whole()), weakref.ref(self.homes[0])
             if handle is not None:
                 handle.check_whose(self, name)
@@ -714,12 +648,12 @@ cdef class PrefixCache:
                     for i in range(min(n_stores, handle.n_seen)):
                         told[i].mark, told[i].lineage = handle.seen[i].mark, handle.seen[i].lineage
             for i in range(n_stores):
-                if not (<PagedKvCache>caches[i]).has_first(told[i].mark.n, told[i].lineage):
+                if not has_first(&(<PagedKvCache>caches[i]).table, told[i].mark.n, told[i].lineage):
                     told[i].mark.number = 0
             while n_new < 0:
                 for i in range(n_stores):
                     told[i].start = told[i].mark.n if told[i].mark.number else 0
-                n_new = self.insert_after(caches, tokens, name, priority, seconds, told)
+                n_new = tell_all(self.homes, caches, tokens, name, priority, expires, told)
                 if n_new < 0:  # evicted since, cleared, or taken back: the tokens are looked at once more
                     told[-2 - n_new].mark.number = 0
             if handle is not None:
@@ -737,163 +671,8 @@ cdef class PrefixCache:
             free(seen)
         return self.gone(n_new)
 
-    cdef Py_ssize_t insert_after(self, tuple caches, object tokens, bytes name, int64_t priority, object seconds,
-                                 Told* told) except -1:
-        """How many blocks were new; what all stores have been told of is not looked at.
-
-        -2 or less where what a mark stands for is not known any more, or not what the sequence has, the first one's or a
-        later one's; and nothing was changed.
-        """
-        cdef Py_ssize_t n_stores = len(self.homes), n_new = 0, before = told[0].start, n_tokens, n_given, i
-        cdef const int64_t[::1] ids
-        cdef double expires
-        for i in range(n_stores):
-            before = min(before, told[i].start)
-        ids = as_token_ids(tokens[before:] if before else tokens)
-        n_tokens = before + ids.shape[0]
-        n_given = len(tokens) if before else n_tokens
-        try:
-            expires = self.end_of(seconds)
-            for i in range(n_stores):
-                if min(n_tokens, n_given) < told[i].start:
-                    raise ValueError(f"tokens: expected the {told[i].start} that were inserted by this handle and what "
-                                     f"follows, got {n_given}")
-                told[i].table = new_table((n_tokens - told[i].start) // self.at(i).block_size + 1)
-                if self.at(i).debug:
-                    check_finite(self.at(i), caches[i], told[i].start, n_tokens)
-            # From here on nobody else runs, and the sequences are what they are.
-            for i in range(n_stores):
-                if told[i].start and not (<PagedKvCache>caches[i]).has_first(told[i].start, told[i].lineage):
-                    return -2 - i
-                look_at(self.at(i), caches[i], n_tokens, &told[i])
-            for i in range(n_stores):
-                if told[i].n and self.at(i).blocks.prepare_insert(
-                        rest_of(name, ids, before, &told[i]), told[i].table, priority, expires, &told[i].mark,
-                        &told[i].insertion) < 0:
-                    return -2 - i
-            for i in range(n_stores):
-                if told[i].n:
-                    n_new += self.at(i).blocks.insert(
-                        rest_of(name, ids, before, &told[i]), told[i].table, priority, expires, &told[i].mark,
-                        &told[i].insertion)
-                    told[i].lineage = (<PagedKvCache>caches[i]).name_first(told[i].mark.n)
-        finally:
-            for i in range(n_stores):
-                radix_drop(&told[i].insertion)
-                free(told[i].table)
-                told[i].table = NULL
-        return n_new
-
 
 def common_length(const int64_t[::1] a not None, const int64_t[::1] b not None):
     """How many tokens at the beginning are equal."""
     cdef Py_ssize_t n = min(a.shape[0], b.shape[0])
     return common(&a[0], &b[0], n) if n else 0
-
-
-# --- starting on what is known, in several stores -----------------------------------------------------
-
-cdef Py_ssize_t match_all(tuple stores, Key key) noexcept:
-    """The longest beginning that all stores know at once, of the key at most."""
-    # Where a window is, a beginning of what is of use need not be: each is asked again until all say the same.
-    cdef Py_ssize_t n_stores = len(stores), n_agreed = 0, n, i = 0
-    while n_agreed < n_stores:
-        n = (<PagedKvStore>stores[i]).blocks.match(key, NULL)
-        n_agreed = n_agreed + 1 if n == key.n else 1
-        key.n = n
-        i = (i + 1) % n_stores
-    return key.n
-
-
-cdef Py_ssize_t hold_all(tuple stores, Share* shares, Key key) except -1:
-    """One more holder for the blocks of what all stores know, and a copy of the last one where that is known in part."""
-    cdef Py_ssize_t n_stores = len(stores), size, i
-    cdef PagedKvStore store
-    cdef int32_t source
-    cdef bint enough = True
-    key.n = hold_common(stores, shares, key)
-    size = (<PagedKvStore>stores[0]).block_size
-    if key.n % size:  # a copy in each store, or in none: what one cannot have the others need not
-        for i in range(n_stores):
-            enough = enough and (<PagedKvStore>stores[i]).blocks.try_take(&shares[i].tail, 1)
-        if not enough:
-            for i in range(n_stores):
-                if shares[i].tail >= 0:
-                    (<PagedKvStore>stores[i]).drop(&shares[i].tail, 1)
-                    shares[i].tail = -1
-            key.n = hold_common(stores, shares, key_until(key, key.n - key.n % size))  # whole blocks now
-    for i in range(n_stores):
-        store = <PagedKvStore>stores[i]
-        if shares[i].tail >= 0:
-            source = shares[i].table[shares[i].n_blocks - 1]
-            shares[i].table[shares[i].n_blocks - 1] = shares[i].tail
-            if store.debug:
-                store.rows.erase(&shares[i].tail, 1)
-            store.rows.copy_block(shares[i].tail, source, key.n % size)
-            store.drop(&source, 1)
-    return key.n
-
-
-cdef Py_ssize_t hold_common(tuple stores, Share* shares, Key key) except -1:
-    """The longest beginning that all stores know at once, of the key at most: its blocks have one more holder in each."""
-    # As `match_all`.
-    cdef Py_ssize_t n_stores = len(stores), n_agreed = 0, n, i = 0
-    cdef PagedKvStore store
-    while n_agreed < n_stores:
-        store = <PagedKvStore>stores[i]
-        let_go(store, &shares[i])
-        n = store.blocks.hold(key, shares[i].table, &shares[i].first)
-        shares[i].n_blocks = blocks_for(n, store.block_size)
-        n_agreed = n_agreed + 1 if n == key.n else 1
-        key.n = n
-        i = (i + 1) % n_stores
-    return key.n
-
-
-cdef void let_go(PagedKvStore store, Share* share) noexcept:
-    store.drop_each(&share.table[share.first], share.n_blocks - share.first)
-    share.first = share.n_blocks = 0
-
-
-cdef Key key_until(Key key, Py_ssize_t n) noexcept:
-    key.n = n
-    return key
-
-
-# --- remembering, in several stores ------------------------------------------------------------------
-
-cdef int look_at(PagedKvStore store, PagedKvCache cache, Py_ssize_t n_tokens, Told* told) except -1:
-    """The blocks of a sequence that this store can be told of."""
-    cdef Py_ssize_t size = store.block_size, n = min(n_tokens, cache.length) // size, first = told.start // size
-    told.n = 0
-    if n == 0 or n < first:
-        return 0
-    if cache.store is not store:
-        raise ValueError(f"cache: expected a sequence of {store!r}, got one of {cache.store!r}")
-    with cython.critical_section(cache):
-        n = min(n, cache.n_blocks)
-        if n > first:
-            memcpy(told.table, &cache.table[first], (n - first) * sizeof(int32_t))
-    told.n = n * size if n >= first else 0
-    return 0
-
-
-cdef Key rest_of(bytes name, const int64_t[::1] ids, Py_ssize_t before, const Told* told) noexcept:
-    """The tokens that follow what this store has been told, of those after the first `before`."""
-    cdef Key key = key_of(name, ids, told.n - told.start)
-    if key.n:
-        key.ids = &ids[told.start - before]
-    return key
-
-
-cdef int check_finite(PagedKvStore store, PagedKvCache cache, Py_ssize_t start, Py_ssize_t n) except -1:
-    """In a store with debug=True, nobody is given K/V that are not finite."""
-    cdef Py_ssize_t i
-    if cache.store is not store:
-        return 0
-    ids = cache.block_table.tolist()
-    for i in range(start // store.block_size, min(n, cache.length) // store.block_size):
-        if ids[i] >= 0 and not store.rows.is_finite(ids[i]):
-            raise ValueError(f"cache: expected K and V that are finite, got others in positions {i * store.block_size} "
-                             f"to {(i + 1) * store.block_size - 1}")
-    return 0

@@ -1,13 +1,6 @@
 """PagedKvCache: one sequence, in the words of the specification: a block table, a length, and the guard that keeps calls apart.
 
-    table    [ -1 | -1 |  7 |  3 |  9 | 12 ]        n_blocks = 6, n_dropped = 2
-               dropped   read......  ^   ^
-                                     |   reserved: held, past the length
-                                     tail: part-full
-
-A table holds one reference to every block it names. It grows in one way, whoever asks: `stage` takes the blocks of a
-whole batch, out of sight, and copies those that others hold too; `commit` makes them the sequence's, `rollback` gives
-them back. And it changes hands in one way: `fork_all`. Nobody else writes a table, a length or a guard.
+What its table is and how it changes says `_tables`. Here is what a caller gives and gets, and who may use it now.
 
 A public method goes in one order: it converts what the caller gave, looks at it, takes the guard, stages, moves bytes, and
 commits.
@@ -17,20 +10,17 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
+from libc.stdlib cimport free
 
-from pagedkv._arrays cimport after_dropped, as_ids, as_index, as_items, as_size, describe, empty_ids
+from pagedkv._arrays cimport MAX_POSITIONS, after_dropped, as_ids, as_index, as_items, as_size, describe, empty_ids
 from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writer
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport Places, in_blocks, in_slots, slot_of
-from pagedkv.allocator cimport Want
+from pagedkv._tables cimport (
+    BlockTable, Growth, check_table, commit_growth, copy_ids, cut_table, drop_blocks_before, first_position, fork_table, measure,
+    new_ids, release_table, replace_table, rollback_growth, stage_one)
 from pagedkv.contiguous cimport KvCache, as_target
 from pagedkv.store cimport PagedKvStore, as_store
-
-from collections import Counter
-
-from pagedkv.errors import PagedKvError
 
 
 @cython.no_gc_clear  # the blocks go back to the store when the sequence goes: it must still be there
@@ -65,30 +55,33 @@ cdef class PagedKvCache:
     array([[1., 1.]], dtype=float32)
     """
 
+    def __cinit__(self):
+        self.table.owner = <PyObject*>self
+
     def __init__(self):
         pass
 
     def __dealloc__(self):
-        if self.store is not None and self.n_dropped < self.n_blocks:
-            self.store.drop_each(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
-        free(self.table)
+        if self.store is not None:
+            release_table(&self.table, self.store)
+        free(self.table.ids)
 
     # --- what it is ---
 
     @property
     def seq_len(self):
         """Positions written so far."""
-        return self.length
+        return self.table.length
 
     @property
     def capacity(self):
         """Positions that fit into the blocks held, counted from position 0."""
-        return self.n_blocks * self.block_size
+        return self.table.n_blocks * self.table.block_size
 
     @property
     def first_position(self):
         """The first position that can still be read; above 0 after `drop_before`."""
-        return self.n_dropped * self.block_size
+        return first_position(&self.table)
 
     @property
     def block_table(self):
@@ -97,12 +90,12 @@ cdef class PagedKvCache:
         Position ``p`` lives in row ``p % block_size`` of block ``block_table[p // block_size]``.
         Blocks that `drop_before` gave back are -1.
         """
-        cdef Py_ssize_t n = self.n_blocks
+        cdef Py_ssize_t n = self.table.n_blocks
         table = empty_ids(n)
         with cython.critical_section(self):
-            n = min(n, self.n_blocks)
+            n = min(n, self.table.n_blocks)
             if n:
-                copy_ids(<int32_t*>cnp.PyArray_DATA(table), self.table, n)
+                copy_ids(<int32_t*>cnp.PyArray_DATA(table), self.table.ids, n)
         table = table[:n]
         table.flags.writeable = False
         return table
@@ -110,7 +103,7 @@ cdef class PagedKvCache:
     def __repr__(self):
         blocks = self.block_table.tolist()
         shown = ", ".join(map(str, blocks[:8])) + (", ..." if len(blocks) > 8 else "")
-        return f"{type(self).__name__}(seq_len={self.length}, capacity={self.capacity}, blocks=[{shown}])"
+        return f"{type(self).__name__}(seq_len={self.table.length}, capacity={self.capacity}, blocks=[{shown}])"
 
     # --- growing ---
 
@@ -144,9 +137,9 @@ cdef class PagedKvCache:
         growth.n_new = 1
         self.begin_write(home)
         try:
-            if self.measure(home, &growth):
-                self.stage_alone(home, &growth)
-            slot = slot_of(growth.table, home.block_size, self.length)
+            if measure(&self.table, home, &growth):
+                stage_one(&self.table, home, &growth)
+            slot = slot_of(growth.ids, home.block_size, self.table.length)
             home.rows.write(0, home.n_layers, k_step, v_step, &places, 1, 1)
             self.commit(home, &growth, 1)
         finally:
@@ -185,8 +178,8 @@ cdef class PagedKvCache:
         growth.n_new = n
         self.begin_write(home)
         try:
-            self.stage_alone(home, &growth)
-            places = in_blocks(growth.table, home.block_size, self.length)
+            stage_one(&self.table, home, &growth)
+            places = in_blocks(growth.ids, home.block_size, self.table.length)
             home.rows.write(0, home.n_layers, k, v, &places, n, n_threads)
             self.commit(home, &growth, n)
         finally:
@@ -219,7 +212,7 @@ cdef class PagedKvCache:
         cdef Growth growth
         growth.n_new = n
         self.begin_read(home)
-        cdef Py_ssize_t n_needed = self.measure(home, &growth)
+        cdef Py_ssize_t n_needed = measure(&self.table, home, &growth)
         self.end_read()
         return n_needed
 
@@ -249,7 +242,7 @@ cdef class PagedKvCache:
         home.end_terms_if_short(n)
         self.begin_write(home)
         try:
-            self.stage_alone(home, &growth)
+            stage_one(&self.table, home, &growth)
             self.commit(home, &growth, 0)
         finally:
             self.end_write()
@@ -299,26 +292,26 @@ cdef class PagedKvCache:
             raise ValueError(f"block_table: expected at least {n // size} ids for seq_len {n}, got {n_blocks}")
         if n_blocks > MAX_POSITIONS // size:
             raise ValueError(f"block_size: {n_blocks} blocks of {size} positions are more than can be counted")
-        cdef int32_t* own = new_table(n_blocks)
+        cdef BlockTable own = BlockTable(NULL, new_ids(n_blocks), n_blocks, n_blocks, n_dropped, n, size, 0, 0)
         for i in range(n_dropped):
-            own[i] = -1
+            own.ids[i] = -1
         if table.shape[0]:
-            copy_ids(&own[n_dropped], &table[0], table.shape[0])
+            copy_ids(&own.ids[n_dropped], &table[0], table.shape[0])
         cdef bint started = False
         try:
             self.lock_write()
             try:
-                if self.n_blocks:
-                    raise ValueError(f"block_table: this cache holds {self.n_blocks - self.n_dropped} blocks already")
+                if self.table.n_blocks:
+                    raise ValueError(f"block_table: this cache holds {self.table.n_blocks - self.table.n_dropped} blocks already")
                 if home is not None:
                     check_adopted(home, table, size)
-                self.become(home, own, n_blocks, n_dropped, n, size)
+                self.become(home, &own)
                 started = True
             finally:
                 self.end_write()
         finally:
             if not started:
-                free(own)
+                free(own.ids)
         if home is not None:
             home.after_change()
 
@@ -413,8 +406,8 @@ cdef class PagedKvCache:
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
         self.begin_write(home)
         try:
-            if not self.n_dropped * self.block_size <= n <= self.length:
-                raise ValueError(f"new_len: expected {self.first_position} to {self.length}, got {n}")
+            if not first_position(&self.table) <= n <= self.table.length:
+                raise ValueError(f"new_len: expected {self.first_position} to {self.table.length}, got {n}")
             self.check_own()
             self.cut(n)
         finally:
@@ -439,7 +432,7 @@ cdef class PagedKvCache:
             ``new_len`` is no integer of at least 0.
         """
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
-        return self.n_dropped * self.block_size <= n <= self.length
+        return first_position(&self.table) <= n <= self.table.length
 
     def drop_before(self, store, position):
         """Give back the blocks that lie wholly before ``position``: what a sliding window has left behind.
@@ -463,8 +456,8 @@ cdef class PagedKvCache:
         cdef Py_ssize_t p = as_size(position, "position", 0, MAX_POSITIONS)
         self.begin_write(home)
         try:
-            if p > self.length:
-                raise ValueError(f"position: expected 0 to {self.length}, got {p}")
+            if p > self.table.length:
+                raise ValueError(f"position: expected 0 to {self.table.length}, got {p}")
             self.check_own()
             self.drop_to(p)
         finally:
@@ -528,15 +521,15 @@ cdef class PagedKvCache:
         cdef KvCache target
         self.begin_read(store)
         try:
-            if start < self.n_dropped * self.block_size:
+            if start < first_position(&self.table):
                 raise ValueError(f"to_contiguous: positions before {self.first_position} were dropped")
-            if start > self.length:
-                raise ValueError(f"start: expected at most {self.length}, got {start}")
-            stop = self.length if stop < 0 else stop
-            if not start <= stop <= self.length:
-                raise ValueError(f"stop: expected {start} to {self.length}, got {stop}")
+            if start > self.table.length:
+                raise ValueError(f"start: expected at most {self.table.length}, got {start}")
+            stop = self.table.length if stop < 0 else stop
+            if not start <= stop <= self.table.length:
+                raise ValueError(f"stop: expected {start} to {self.table.length}, got {stop}")
             n = stop - start
-            places = in_blocks(self.table, store.block_size, start)
+            places = in_blocks(self.table.ids, store.block_size, start)
             for target in targets:  # all that can fail, for all of them
                 target.begin_overwriting(n)
                 n_begun += 1
@@ -561,7 +554,7 @@ cdef class PagedKvCache:
 
     cdef int begin_write(self, PagedKvStore store) except -1:
         enter_writer(self, &self.users)
-        if self.store is not store and self.n_blocks:
+        if self.store is not store and self.table.n_blocks:
             try:
                 self.bind(store)
             except BaseException:
@@ -570,13 +563,13 @@ cdef class PagedKvCache:
         return 0
 
     cdef void end_write(self) noexcept:
-        if self.n_blocks == 0 and self.store is not None:
+        if self.table.n_blocks == 0 and self.store is not None:
             self.store = None
         leave_writer(self, &self.users)
 
     cdef int begin_read(self, PagedKvStore store) except -1:
         enter_reader(self, &self.users)
-        if self.store is not store and self.n_blocks:
+        if self.store is not store and self.table.n_blocks:
             try:
                 self.bind(store)
             except BaseException:
@@ -591,161 +584,57 @@ cdef class PagedKvCache:
         """Tie adopted blocks to the first store they are used with."""
         if self.store is not None:
             raise ValueError("store: expected the store whose blocks this cache holds, got another")
-        if self.n_dropped < self.n_blocks:
-            check_adopted(store, <int32_t[:self.n_blocks - self.n_dropped]>&self.table[self.n_dropped], self.block_size)
+        if self.table.n_dropped < self.table.n_blocks:
+            check_adopted(store, <int32_t[:self.table.n_blocks - self.table.n_dropped]>&self.table.ids[self.table.n_dropped], self.table.block_size)
         self.store = store
         return 0
 
     # --- growing ---
 
-    cdef Py_ssize_t measure(self, PagedKvStore store, Growth* growth) noexcept:
-        cdef Py_ssize_t i, size = store.block_size, end = self.length + growth.n_new
-        growth.table = self.table
-        growth.n_missing = max(blocks_for(end, size) - self.n_blocks, 0) if growth.n_new else 0
-        growth.n_copies = 0
-        if growth.n_new:
-            for i in range(self.length // size, min(self.n_blocks, blocks_for(end, size))):
-                growth.n_copies += store.blocks.counts[self.table[i]] > 1
-        return growth.n_missing + growth.n_copies
-
-    cdef Py_ssize_t stage_alone(self, PagedKvStore store, Growth* growth) except -1:
-        cdef PyObject* one = <PyObject*>self
-        cdef Group group = Group(<PyObject*>store, &one, growth)
-        return stage(&group, 1, 1)
-
-    cdef int make_room(self, Growth* growth) except -1:
-        """Memory for the table as it will be: of its own where blocks are replaced in it."""
-        cdef Py_ssize_t n = self.n_blocks + growth.n_missing
-        cdef Py_ssize_t room = n if n <= self.room else max(n, 2 * self.n_blocks, 16)
-        cdef int32_t* old = self.table
-        if n <= self.room and growth.n_copies == 0:
-            growth.table = self.table
-            return 0
-        growth.table = new_table(room)
-        if self.n_blocks:
-            copy_ids(growth.table, self.table, self.n_blocks)
-        if growth.n_copies == 0:
-            with cython.critical_section(self):
-                self.table = growth.table
-                self.room = room
-                free(old)
-        return 0
-
-    cdef void drop_room(self, Growth* growth) noexcept:
-        if growth.table is not self.table:
-            free(growth.table)
-            growth.table = self.table
-
-    cdef void place(self, PagedKvStore store, Growth* growth, const int32_t* taken) noexcept:
-        """Copy what others hold too to the first of the taken blocks, and hang the others behind the table's end."""
-        cdef Py_ssize_t i, size = store.block_size, n_left = growth.n_copies
-        cdef int32_t* table = growth.table
-        for i in range(self.length // size, self.n_blocks):
-            if n_left and store.blocks.counts[table[i]] > 1:
-                store.rows.copy_block(taken[0], table[i], min(max(self.length - i * size, 0), size))
-                table[i] = taken[0]
-                taken += 1
-                n_left -= 1
-        store.drop_each(taken, n_left)  # another holder has let go meanwhile
-        growth.n_copies -= n_left
-        if growth.n_missing:
-            copy_ids(&table[self.n_blocks], &taken[n_left], growth.n_missing)
-
     cdef void commit(self, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept:
-        cdef Py_ssize_t i, n = self.n_blocks
-        cdef int32_t* old = self.table
-        if growth.table is not old:
-            for i in range(self.length // store.block_size, n):
-                if old[i] != growth.table[i]:
-                    store.drop(&old[i], 1)
-            with cython.critical_section(store):
-                store.copies_on_write += growth.n_copies
-            with cython.critical_section(self):
-                self.table = growth.table
-                self.room = n + growth.n_missing
-                free(old)
-        self.n_blocks = n + growth.n_missing
-        self.length += n_written
-        self.block_size = store.block_size
-        if self.n_blocks:
+        commit_growth(&self.table, store, growth, n_written)
+        if self.table.n_blocks:
             self.store = store
-
-    cdef void rollback(self, PagedKvStore store, Growth* growth) noexcept:
-        cdef Py_ssize_t i
-        store.drop_each(&growth.table[self.n_blocks], growth.n_missing)
-        if growth.table is not self.table:
-            for i in range(self.n_blocks - 1, self.length // store.block_size - 1, -1):
-                if growth.table[i] != self.table[i]:
-                    store.drop(&growth.table[i], 1)
-            self.drop_room(growth)
 
     cdef int end_growth(self, PagedKvStore store) except -1:
         """A store in debug mode checks its books, and that this table is among them."""
         if store.debug:
             store.check_books()
-            if self.n_dropped < self.n_blocks and store.blocks.find_unused(
-                    &self.table[self.n_dropped], self.n_blocks - self.n_dropped) >= 0:
+            if self.table.n_dropped < self.table.n_blocks and store.blocks.find_unused(
+                    &self.table.ids[self.table.n_dropped], self.table.n_blocks - self.table.n_dropped) >= 0:
                 store.check((self,))
         return store.after_change() if store.is_over() else 0
 
     # --- changing hands ---
 
-    cdef void become(self, PagedKvStore store, int32_t* table, Py_ssize_t n_blocks, Py_ssize_t n_dropped,
-                     Py_ssize_t length, Py_ssize_t block_size) noexcept:
-        with cython.critical_section(self):
-            free(self.table)
-            self.table = table
-            self.room = self.n_blocks = n_blocks
-        self.n_dropped = n_dropped
-        self.length = length
-        self.block_size = block_size
-        self.shortest = 0
-        self.store = store if n_blocks else None
-
-    cdef int prepare_fork(self, Fork* fork) except -1:
-        cdef Py_ssize_t n
-        self.check_own()
-        fork.store = <PyObject*>self.store
-        fork.n_blocks = blocks_for(self.length, self.block_size)
-        fork.n_dropped = min(self.n_dropped, fork.n_blocks)
-        fork.length = self.length
-        fork.block_size = self.block_size
-        fork.table = new_table(fork.n_blocks)
-        copy_ids(fork.table, self.table, fork.n_blocks)
-        n = fork.n_blocks - fork.n_dropped
-        if n and self.store.blocks.retain(&fork.table[fork.n_dropped], n) >= 0:
-            free(fork.table)
-            fork.table = NULL
-            raise OverflowError("caches: a block has as many holders as can be counted")
-        return 0
+    cdef void become(self, PagedKvStore store, const BlockTable* table) noexcept:
+        replace_table(&self.table, table)
+        self.store = store if table.n_blocks else None
 
     cdef int check_own(self) except -1:
-        cdef Py_ssize_t bad = -1
-        if self.store is None and self.n_blocks:
+        if self.store is None and self.table.n_blocks:
             raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
                                "name it in adopt_blocks(..., store=store)")
-        if self.n_dropped < self.n_blocks:
-            bad = self.store.blocks.find_unused(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
-        if bad >= 0:
-            raise PagedKvError(f"block {self.table[self.n_dropped + bad]} is in a table and has no holder left: "
-                               "someone gave back a reference that was not theirs")
-        return 0
+        return check_table(&self.table, self.store)
 
-    cdef void take_over(self, Fork* fork) noexcept:
-        if self.n_dropped < self.n_blocks:
-            self.store.drop_each(&self.table[self.n_dropped], self.n_blocks - self.n_dropped)
-        self.become(<PagedKvStore>fork.store if fork.n_blocks else None, fork.table, fork.n_blocks, fork.n_dropped,
-                    fork.length, fork.block_size)
+    cdef int prepare_fork(self, BlockTable* fork) except -1:
+        self.check_own()
+        return fork_table(fork, &self.table, self.store)
+
+    cdef void take_over(self, PagedKvStore store, const BlockTable* fork) noexcept:
+        if self.store is not None:
+            release_table(&self.table, self.store)
+        self.become(store, fork)
 
     cdef int fork_into(self, PagedKvCache other) except -1:
-        cdef Fork fork
+        cdef BlockTable fork
         self.begin_read(self.store)
         try:
             other.lock_write()
             try:
                 other.check_own()
                 self.prepare_fork(&fork)
-                other.take_over(&fork)
+                other.take_over(self.store, &fork)
             finally:
                 other.end_write()
         finally:
@@ -755,137 +644,14 @@ cdef class PagedKvCache:
         return 0
 
     cdef void cut(self, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t keep = max(blocks_for(n, self.block_size), self.n_dropped)
-        if keep < self.n_blocks:
-            self.store.drop_each(&self.table[keep], self.n_blocks - keep)
-            self.n_blocks = keep
-        self.length = n
-        self.shortest = min(self.shortest, n)
+        cut_table(&self.table, self.store, n)
 
     cdef void drop_to(self, Py_ssize_t position) noexcept:
-        cdef Py_ssize_t i, n = position // self.block_size if self.n_blocks else 0
-        if n > self.n_dropped:
-            self.store.drop_each(&self.table[self.n_dropped], n - self.n_dropped)
-            for i in range(self.n_dropped, n):
-                self.table[i] = -1
-            self.n_dropped = n
+        drop_blocks_before(&self.table, self.store, position)
 
     cdef void empty(self) noexcept:
-        self.cut(self.n_dropped * self.block_size)
-        self.n_blocks = self.n_dropped = self.length = self.shortest = 0
-
-
-cdef inline void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexcept:
-    if n:  # a table that never had an entry has no address
-        memcpy(dst, src, n * sizeof(int32_t))
-
-
-cdef int32_t* new_table(Py_ssize_t n) except NULL:
-    cdef int32_t* table = <int32_t*>malloc(max(n, 1) * sizeof(int32_t))
-    if table is NULL:
-        raise MemoryError(f"cannot allocate a block table of {n} entries")
-    return table
-
-
-cdef Py_ssize_t stage(const Group* groups, int n_groups, Py_ssize_t n) except -1:
-    cdef int32_t few[32]
-    cdef Want want
-    cdef Want* wants = &want
-    cdef int32_t* taken = few
-    cdef Py_ssize_t n_taken = 0, n_roomy = 0, i
-    cdef int g, short = 0
-    try:
-        if n_groups > 1:
-            wants = <Want*>malloc(n_groups * sizeof(Want))
-            if wants is NULL:
-                raise MemoryError("cannot allocate what a step takes of each store")
-        for g in range(n_groups):
-            wants[g].blocks = <PyObject*>(<PagedKvStore>groups[g].store).blocks
-            wants[g].n = 0
-            for i in range(n):
-                wants[g].n += (<PagedKvCache>groups[g].caches[i]).measure(<PagedKvStore>groups[g].store, &groups[g].growths[i])
-            if wants[g].n > (<PagedKvStore>groups[g].store).blocks.n_most():  # more than a table should be made for
-                raise exhausted(groups, n_groups, n, g)
-            n_taken += wants[g].n
-        if n_taken == 0:
-            short = -1
-            return 0
-        if n_taken > 32:
-            taken = new_table(n_taken)
-        n_taken = 0
-        for g in range(n_groups):
-            wants[g].ids = &taken[n_taken]
-            n_taken += wants[g].n
-            for i in range(n):
-                (<PagedKvCache>groups[g].caches[i]).make_room(&groups[g].growths[i])
-                n_roomy += 1
-        short = (<PagedKvStore>groups[0].store).budget.take(wants, n_groups)
-        if short >= 0:
-            raise exhausted(groups, n_groups, n, short)
-        for g in range(n_groups):
-            place_all(&groups[g], n, &wants[g])
-    finally:
-        for i in range(n_roomy if short >= 0 else 0):
-            (<PagedKvCache>groups[i // n].caches[i % n]).drop_room(&groups[i // n].growths[i % n])
-        if taken is not few:
-            free(taken)
-        if wants is not &want:
-            free(wants)
-    return n_taken
-
-
-cdef void place_all(const Group* group, Py_ssize_t n, const Want* want) noexcept:
-    cdef PagedKvStore store = <PagedKvStore>group.store
-    cdef const int32_t* ids = want.ids
-    cdef Py_ssize_t i, n_placed
-    if store.debug:
-        store.rows.erase(ids, want.n)
-    for i in range(n):
-        n_placed = group.growths[i].n_copies + group.growths[i].n_missing
-        (<PagedKvCache>group.caches[i]).place(store, &group.growths[i], ids)
-        ids += n_placed
-
-
-cdef object exhausted(const Group* groups, int n_groups, Py_ssize_t n, int short):
-    """The error for a batch that does not fit. What it would hold if all others let go is counted only now.
-
-    Told of the store that is short, with what the other ones need of the budget taken off.
-    """
-    cdef PagedKvStore store = <PagedKvStore>groups[short].store
-    cdef Py_ssize_t needed = 0, alone = 0, elsewhere_now = 0, elsewhere_ever = 0
-    cdef Py_ssize_t needed_there, alone_there
-    cdef int g
-    for g in range(n_groups):
-        measure_alone(&groups[g], n, &needed_there, &alone_there)
-        if g == short:
-            needed, alone = needed_there, alone_there
-        else:
-            elsewhere_now += needed_there * (<PagedKvStore>groups[g].store).blocks.block_bytes
-            elsewhere_ever += alone_there * (<PagedKvStore>groups[g].store).blocks.block_bytes
-    return store.exhausted(needed, alone - needed, elsewhere_now, elsewhere_ever)
-
-
-cdef int measure_alone(const Group* group, Py_ssize_t n, Py_ssize_t* needed, Py_ssize_t* alone) except -1:
-    """Blocks that a batch needs now in a store, and those that it would hold then if all others had let go."""
-    cdef PagedKvStore store = <PagedKvStore>group.store
-    cdef PagedKvCache cache
-    cdef Growth growth
-    cdef Py_ssize_t i, j, size = store.block_size
-    holders = Counter()
-    needed[0] = alone[0] = 0
-    for i in range(n):
-        cache = <PagedKvCache>group.caches[i]
-        growth.n_new = group.growths[i].n_new
-        needed[0] += cache.measure(store, &growth)
-        alone[0] += growth.n_missing
-        holders.update(cache.block_table[cache.n_dropped:].tolist())
-    alone[0] += len(holders)
-    for i in range(n):
-        cache = <PagedKvCache>group.caches[i]
-        if group.growths[i].n_new:
-            for j in range(cache.length // size, min(cache.n_blocks, blocks_for(cache.length + group.growths[i].n_new, size))):
-                alone[0] += holders[cache.table[j]] > 1
-    return 0
+        self.cut(first_position(&self.table))
+        self.table.n_blocks = self.table.n_dropped = self.table.length = self.table.shortest = 0
 
 
 cdef int check_adopted(PagedKvStore store, int32_t[::1] table, Py_ssize_t block_size) except -1:

@@ -16,8 +16,9 @@ from pagedkv._groups cimport as_distinct_members, as_stores, places_of, windows_
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport KvView, PlanShelf, QuerySpan, free_plans
 from pagedkv._kernels.rows cimport Places, in_slots, slot_of
+from pagedkv._tables cimport BlockTable, Group, Growth, first_position, rollback_growth, stage
 from pagedkv.attention cimport Asked, as_asked, as_query_lens, attend, view_layer
-from pagedkv.sequence cimport Group, Growth, PagedKvCache, stage
+from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore
 
 import numpy as np
@@ -101,7 +102,7 @@ cdef class Step:
     cdef bint laid_out              # the spans and slots below are there
     cdef bint busy                  # a write or attend is running
     cdef Group* groups
-    cdef PyObject** members         # the caches, borrowed
+    cdef BlockTable** members       # the caches', borrowed
     cdef Growth* growths            # and of each of them
     cdef QuerySpan* spans
     cdef PlanShelf* plans           # of each group, made once for all its layers of one kind
@@ -315,11 +316,11 @@ cdef class Step:
                 cache = <PagedKvCache>self.caches[i]
                 cache.begin_write(<PagedKvStore>self.stores[i // self.n_caches])
                 n_locked += 1
-                self.members[i] = <PyObject*>cache
+                self.members[i] = &cache.table
                 self.growths[i].n_new = self.query_lens[i % self.n_caches]
-                if cache.length != (<PagedKvCache>self.members[i % self.n_caches]).length:
+                if cache.table.length != self.members[i % self.n_caches].length:
                     raise ValueError(f"caches[{i % self.n_caches}]: expected as many positions in each store, got "
-                                     f"{(<PagedKvCache>self.members[i % self.n_caches]).length} and {cache.length}")
+                                     f"{self.members[i % self.n_caches].length} and {cache.table.length}")
             self.n_taken = stage(self.groups, self.n_groups, self.n_caches)
             self.lay_out()
         except BaseException:
@@ -334,7 +335,7 @@ cdef class Step:
         cdef int g
         self.groups = <Group*>calloc(self.n_groups, sizeof(Group))
         self.plans = <PlanShelf*>calloc(self.n_groups, sizeof(PlanShelf))
-        self.members = <PyObject**>calloc(n, sizeof(PyObject*))
+        self.members = <BlockTable**>calloc(n, sizeof(BlockTable*))
         self.growths = <Growth*>calloc(n, sizeof(Growth))
         self.spans = <QuerySpan*>calloc(n, sizeof(QuerySpan))
         if (self.groups is NULL or self.plans is NULL or self.members is NULL or self.growths is NULL
@@ -342,14 +343,14 @@ cdef class Step:
             raise MemoryError("step: cannot allocate the plan of the batch")
         for g in range(self.n_groups):
             self.groups[g].store = <PyObject*>self.stores[g]
-            self.groups[g].caches = &self.members[g * self.n_caches]
+            self.groups[g].tables = &self.members[g * self.n_caches]
             self.groups[g].growths = &self.growths[g * self.n_caches]
         return 0
 
     cdef int lay_out(self) except -1:
         """Number the new rows; where there is no memory for that, nothing was staged."""
         cdef Py_ssize_t size = (<PagedKvStore>self.stores[0]).block_size
-        cdef PagedKvCache cache
+        cdef const BlockTable* table
         cdef QuerySpan* span
         cdef Py_ssize_t i, p, row = 0
         cdef int64_t* slots
@@ -360,14 +361,14 @@ cdef class Step:
             raise
         slots = <int64_t*>cnp.PyArray_DATA(self.slots)
         for i in range(self.n_groups * self.n_caches):
-            cache = <PagedKvCache>self.caches[i]
+            table = self.members[i]
             span = &self.spans[i]
-            span.table = self.growths[i].table
+            span.table = self.growths[i].ids
             span.query_len = self.growths[i].n_new
-            span.seq_len = cache.length + span.query_len
+            span.seq_len = table.length + span.query_len
             span.first_row = row - i // self.n_caches * self.n_rows
-            span.first_position = cache.n_dropped * size
-            for p in range(cache.length, span.seq_len):
+            span.first_position = first_position(table)
+            for p in range(table.length, span.seq_len):
                 slots[row] = slot_of(span.table, size, p)
                 row += 1
         self.laid_out = True
@@ -392,7 +393,7 @@ cdef class Step:
     cdef void rollback_all(self) noexcept:
         cdef Py_ssize_t i
         for i in range(self.n_groups * self.n_caches - 1, -1, -1):  # so that blocks are handed out again in their order
-            (<PagedKvCache>self.caches[i]).rollback(<PagedKvStore>self.stores[i // self.n_caches], &self.growths[i])
+            rollback_growth(self.members[i], <PagedKvStore>self.stores[i // self.n_caches], &self.growths[i])
 
     cdef int after_change(self) except -1:
         for store in self.stores:

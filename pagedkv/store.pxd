@@ -37,13 +37,6 @@ cdef class PagedKvStore:
     # The error tells what was asked in vain. `held`: what the asking sequences hold already; `elsewhere`: bytes that they
     # need in other stores of the budget beside it, and those that they hold there with these.
     cdef object exhausted(self, Py_ssize_t needed, Py_ssize_t held, Py_ssize_t elsewhere=*, Py_ssize_t most_elsewhere=*)
-    # One holder less for each id. `drop` returns -1, or the place of an id without a holder, and has then changed
-    # nothing; `give_back` raises PagedKvError instead: a table named a block that somebody else gave back.
-    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept
-    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1
-    # One holder less for each id that has one: the way out when nothing may be raised.
-    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept
-
     # `prefixes` knows what blocks hold, from now on until it goes, of layers with this window; 0 without one. ValueError if
     # another one does.
     cdef int know_prefixes(self, object prefixes, Py_ssize_t window) except -1

@@ -408,7 +408,7 @@ prefault=False, debug=False)\n--\n
         try:
             self.after_change()
         except BaseException:  # nobody would know whose they are
-            self.drop_each(&out[0], count)
+            self.blocks.release_each(&out[0], count)
             raise
         return ids
 
@@ -450,7 +450,7 @@ prefault=False, debug=False)\n--\n
         cdef int32_t[::1] held = as_ids(ids, "ids", self.blocks.total)
         if held.shape[0] == 0:
             return
-        cdef Py_ssize_t bad = self.drop(&held[0], held.shape[0])
+        cdef Py_ssize_t bad = self.blocks.release(&held[0], held.shape[0])
         if bad >= 0:
             if self.blocks.find_unused(&held[bad], 1) < 0:
                 raise ValueError(f"ids: expected no block more often than it has holders, got {held[bad]} again")
@@ -785,21 +785,6 @@ prefault=False, debug=False)\n--\n
         self.blocks.know(self.block_size, window, int.from_bytes(os.urandom(8), "little"))
         self.prefixes = reference
         return 0
-
-    cdef int give_back(self, const int32_t* ids, Py_ssize_t n) except -1:
-        cdef Py_ssize_t bad = self.drop(ids, n)
-        if bad >= 0:
-            raise PagedKvError(f"block {ids[bad]} is in a table and has no holder left: "
-                               "someone gave back a reference that was not theirs")
-        return 0
-
-    cdef Py_ssize_t drop(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        return self.blocks.give_back(ids, n)
-
-    cdef void drop_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t i
-        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
-            self.drop(&ids[i], 1)
 
     cdef int after_change(self) except -1:
         cdef PagedKvStore store

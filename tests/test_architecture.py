@@ -25,11 +25,12 @@ FLOORS = [
     ["allocator", "_rows", "_keys", "threads", "_windows"],
     ["pieces"],  # the bytes of blocks, shown to callers
     ["store", "cpu"],
-    ["contiguous"],
+    ["contiguous", "_tables"],  # _tables: which blocks a sequence holds, and how that changes
     ["sequence"],
     ["_batch"],  # several sequences change together
     ["_groups"],  # a store and its sequences, or a model's: one form for both
     ["attention", "known", "events"],  # what a prefix cache knows, learns and forgets, from outside
+    ["_beginnings"],  # of sequences, in all stores of a model
     ["step", "prefix", "beams", "foreign"],
     ["admission", "shapes"],  # shapes: what layers keep, plain values, from a configuration
     ["groups"],  # a model's layers over several stores

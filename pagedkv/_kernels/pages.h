@@ -11,7 +11,7 @@
 #endif
 
 /* Gives back the whole pages between two addresses; returns their bytes. 0 where a system has no such thing. */
-static inline ptrdiff_t give_back_pages(char *start, char *end)
+static inline ptrdiff_t trim_pages(char *start, char *end)
 {
 #if defined(__linux__)
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);

@@ -44,7 +44,7 @@ cdef bint radix_is_prepared(RadixTree* tree, const int32_t* table, const Inserti
 cdef void radix_insert(RadixTree* tree, Key key, const int32_t* table, int64_t priority, double expires, Mark* mark,
                        Insertion* it) noexcept nogil
 # What was prepared, and is not to be inserted.
-cdef void radix_drop(Insertion* it) noexcept nogil
+cdef void radix_discard(Insertion* it) noexcept nogil
 # How many blocks leave for good. They wait in `gone` for the allocator, which takes back the tree's reference.
 cdef Py_ssize_t radix_evict(RadixTree* tree, Py_ssize_t n) noexcept nogil
 cdef Py_ssize_t radix_forget(RadixTree* tree, Key key, Py_ssize_t start) noexcept nogil

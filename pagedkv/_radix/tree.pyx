@@ -318,7 +318,7 @@ cdef Py_ssize_t radix_prepare_insert(RadixTree* tree, Key key, const int32_t* ta
     it.in_place = (it.n_new and it.node and node.parent and node.child == 0 and it.n == node.end
                    and node.priority <= priority and node.expires <= expires and has_ids(tree, node, it.n_new))
     if prepare_growth(tree, key, it) < 0:
-        radix_drop(it)
+        radix_discard(it)
         return -1
     return it.n_added
 
@@ -327,7 +327,7 @@ cdef bint radix_is_prepared(RadixTree* tree, const int32_t* table, const Inserti
     return it.n_changes == tree.n_changes and (not it.is_something or count_added(tree, table, it) == it.n_added)
 
 
-cdef void radix_drop(Insertion* it) noexcept nogil:
+cdef void radix_discard(Insertion* it) noexcept nogil:
     raw_free(it.cut.key)
     raw_free(it.cut.blocks)
     drop_name(it.name)
