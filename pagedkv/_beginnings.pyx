@@ -5,7 +5,7 @@ A store by itself is a model of one. A beginning is known as far as all stores k
 """
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 

@@ -57,6 +57,7 @@ cdef class KvRows:
     @staticmethod
     cdef KvRows made(object format, object n_layers, object total_blocks, Py_ssize_t block_size, Py_ssize_t n_heads,
                      Py_ssize_t head_dim, Py_ssize_t v_head_dim, bint prefault)
+
     # In these arrays of `as_tensor`, which say the dtype, as a caller said it too or None. n_heads is -1 where they say it.
     @staticmethod
     cdef KvRows lent(cnp.ndarray k, cnp.ndarray v, Py_ssize_t n_heads, str dtype)

@@ -6,11 +6,7 @@ that users see look into. Nothing here knows who holds a block.
 
 cimport cython
 cimport numpy as cnp
-<<<<<<< HEAD
-from libc.stdint cimport int32_t, uint16_t
-=======
-from libc.stdint cimport INT32_MAX, int32_t
->>>>>>> 90c5d11 (K and V of all blocks are one thing, KvRows: rows in, rows out, memory that is lent)
+from libc.stdint cimport INT32_MAX, int32_t, uint16_t
 
 from pagedkv._arrays cimport (
     RowLayout, as_format, as_rows, check_apart, check_rows, describe, empty_bytes, holds_rows)
@@ -144,10 +140,8 @@ cdef class BlockRows:
         view.item_bytes = self.layout.row.head_bytes // self.head_dim
         view.dtype = self.layout.row.dtype
         view.scales = self.layout.row.scales
-<<<<<<< HEAD
         view.n_scales = self.layout.row.scale_bytes // <Py_ssize_t>sizeof(uint16_t)
         view.turn_width = self.layout.row.turn_width
-=======
 
 
 @cython.no_gc_clear  # a store with debug=True writes into what comes back, in whatever order a cycle is taken apart
@@ -286,4 +280,3 @@ cdef int view_blocks(Tensor* given, cnp.ndarray array, str name, Py_ssize_t n_he
 cdef BlockRows lent_rows(const Tensor* given, cnp.ndarray array, str dtype):
     return BlockRows(as_format(dtype), int(given.shape[0]), int(given.shape[1]), given.shape[2], given.shape[3],
                      given.shape[4], False, np.ravel(array).view(np.uint8))
->>>>>>> 90c5d11 (K and V of all blocks are one thing, KvRows: rows in, rows out, memory that is lent)

@@ -283,27 +283,34 @@ cdef class BlockAllocator:
     cdef void release_each(self, const int32_t* ids, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i
         with cython.critical_section(<object>self.budget):
-            for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
-                self.release_locked(&ids[i], 1)
+            if self.release_locked(ids, n) >= 0:
+                for i in range(n - 1, -1, -1):
+                    self.release_locked(&ids[i], 1)
 
     cdef Py_ssize_t release_locked(self, const int32_t* ids, Py_ssize_t n) noexcept:
-        cdef Py_ssize_t i, j, top, bad = -1
-        top = self.n_returned
-        for i in range(n - 1, -1, -1):
-            if self.n_users(ids[i]) <= 0:
+        cdef int32_t* counts = self.counts  # in locals, since for all that C knows a count that is written may be `self.counts`
+        cdef int32_t* returned = self.returned
+        cdef bint known = self.tree is not NULL
+        cdef Py_ssize_t i, j, top = self.n_returned, end = top, bad = -1
+        cdef int32_t block
+        for i in range(n - 1, -1, -1):  # from the end, so that they are handed out again in their order
+            block = ids[i]
+            if (self.n_users(block) if known else counts[block]) <= 0:
                 bad = i
                 break
-            self.counts[ids[i]] -= 1
-            self.recount(ids[i], self.counts[ids[i]] + 1, self.counts[ids[i]])
-            if self.counts[ids[i]] == 0:
-                self.returned[self.n_returned] = ids[i]
-                self.n_returned += 1
+            counts[block] -= 1
+            if known:
+                self.recount(block, counts[block] + 1, counts[block])
+            if counts[block] == 0:
+                returned[end] = block
+                end += 1
         if bad >= 0:
-            self.n_returned = top
             for j in range(bad + 1, n):
-                self.counts[ids[j]] += 1
-                self.recount(ids[j], self.counts[ids[j]] - 1, self.counts[ids[j]])
+                counts[ids[j]] += 1
+                if known:
+                    self.recount(ids[j], counts[ids[j]] - 1, counts[ids[j]])
         else:
+            self.n_returned = end
             self.freed_from(top)
         return bad
 

@@ -81,7 +81,8 @@ cdef class HeldBlocks:
 
     cdef void release(self, Py_ssize_t start, Py_ssize_t stop) noexcept:
         """What the caller has taken out of `n`, so that nobody else releases it too."""
-        self.blocks.release_each(&self.ids[start], stop - start)
+        if stop > start:  # an object that nobody has made has no allocator
+            self.blocks.release_each(&self.ids[start], stop - start)
 
     cdef tuple show(self):
         cdef Py_ssize_t i, layer

@@ -640,13 +640,13 @@ cdef class PrefixCache:
         try:
             if told is NULL or seen is NULL:
                 raise MemoryError("cannot allocate what is inserted")
-            expires = self.end_of(seconds)
             prefixes, store = weakref.ref(self.whole()), weakref.ref(self.homes[0])
             if handle is not None:
                 handle.check_whose(self, name)
                 with cython.critical_section(handle):
                     for i in range(min(n_stores, handle.n_seen)):
                         told[i].mark, told[i].lineage = handle.seen[i].mark, handle.seen[i].lineage
+            expires = self.end_of(seconds)  # the clock may use the handle for something else, too
             for i in range(n_stores):
                 if not has_first(&(<PagedKvCache>caches[i]).table, told[i].mark.n, told[i].lineage):
                     told[i].mark.number = 0

@@ -17,8 +17,9 @@ from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writ
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport Places, in_blocks, in_slots, slot_of
 from pagedkv._tables cimport (
-    BlockTable, Growth, check_table, commit_growth, copy_ids, cut_table, drop_blocks_before, first_position, fork_table, measure,
-    new_ids, release_table, replace_table, rollback_growth, stage_one)
+    BlockTable, Growth, check_table, commit_growth, copy_ids, cut_table, drop_blocks_before,
+    first_position as first_kept, fork_table, measure,
+    new_ids, release_table, replace_table, stage_one)
 from pagedkv.contiguous cimport KvCache, as_target
 from pagedkv.store cimport PagedKvStore, as_store
 
@@ -81,7 +82,7 @@ cdef class PagedKvCache:
     @property
     def first_position(self):
         """The first position that can still be read; above 0 after `drop_before`."""
-        return first_position(&self.table)
+        return first_kept(&self.table)
 
     @property
     def block_table(self):
@@ -406,7 +407,7 @@ cdef class PagedKvCache:
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
         self.begin_write(home)
         try:
-            if not first_position(&self.table) <= n <= self.table.length:
+            if not first_kept(&self.table) <= n <= self.table.length:
                 raise ValueError(f"new_len: expected {self.first_position} to {self.table.length}, got {n}")
             self.check_own()
             self.cut(n)
@@ -432,7 +433,7 @@ cdef class PagedKvCache:
             ``new_len`` is no integer of at least 0.
         """
         cdef Py_ssize_t n = as_size(new_len, "new_len", 0, MAX_POSITIONS)
-        return first_position(&self.table) <= n <= self.table.length
+        return first_kept(&self.table) <= n <= self.table.length
 
     def drop_before(self, store, position):
         """Give back the blocks that lie wholly before ``position``: what a sliding window has left behind.
@@ -521,7 +522,7 @@ cdef class PagedKvCache:
         cdef KvCache target
         self.begin_read(store)
         try:
-            if start < first_position(&self.table):
+            if start < first_kept(&self.table):
                 raise ValueError(f"to_contiguous: positions before {self.first_position} were dropped")
             if start > self.table.length:
                 raise ValueError(f"start: expected at most {self.table.length}, got {start}")
@@ -585,7 +586,8 @@ cdef class PagedKvCache:
         if self.store is not None:
             raise ValueError("store: expected the store whose blocks this cache holds, got another")
         if self.table.n_dropped < self.table.n_blocks:
-            check_adopted(store, <int32_t[:self.table.n_blocks - self.table.n_dropped]>&self.table.ids[self.table.n_dropped], self.table.block_size)
+            check_adopted(store, <int32_t[:self.table.n_blocks - self.table.n_dropped]>&self.table.ids[self.table.n_dropped],
+                          self.table.block_size)
         self.store = store
         return 0
 
@@ -650,7 +652,7 @@ cdef class PagedKvCache:
         drop_blocks_before(&self.table, self.store, position)
 
     cdef void empty(self) noexcept:
-        self.cut(first_position(&self.table))
+        self.cut(first_kept(&self.table))
         self.table.n_blocks = self.table.n_dropped = self.table.length = self.table.shortest = 0
 
 

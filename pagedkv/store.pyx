@@ -290,9 +290,9 @@ prefault=False, debug=False)\n--\n
 
     cdef str turned(self):
         """How many values of a K and of a V head are turned together, where the dtype turns any."""
-        if not self.k.layout.format.turned:
+        if not self.rows.k.layout.format.turned:
             return ""
-        return f"turned={(self.k.layout.row.turn_width, self.v.layout.row.turn_width)}, "
+        return f"turned={(self.rows.k.layout.row.turn_width, self.rows.v.layout.row.turn_width)}, "
 
     def __reduce__(self):
         raise TypeError("PagedKvStore: cannot be copied or pickled, sequences hold its blocks by id")
@@ -347,13 +347,8 @@ prefault=False, debug=False)\n--\n
         return self.view(self.rows.k.scales, id, layer, ...)
 
     def v_scales(self, id, layer=0):
-<<<<<<< HEAD
         """The scales of a block's V rows, as for `k_scales`. Arguments and errors as for `k_scales`."""
-        return self.view(self.v.scales, id, layer, ...)
-=======
-        """The scales of a block's V rows, float32 ``[block_size, n_kv_heads]``. Arguments and errors as for `k_scales`."""
         return self.view(self.rows.v.scales, id, layer, ...)
->>>>>>> 90c5d11 (K and V of all blocks are one thing, KvRows: rows in, rows out, memory that is lent)
 
     cdef object view(self, object blocks, object id, object layer, object offset):
         cdef Py_ssize_t block = as_index(id, "id", self.blocks.total)

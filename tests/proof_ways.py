@@ -205,6 +205,7 @@ def boundaries(way, rounds, attempt):
 
     Which ones are left out, is known only when all have been counted: the first attempt does.
     """
+    attempt(way(sys.maxsize))  # what only a first call does is done
     counter = way(sys.maxsize)
     attempt(counter)
     n_all = sys.maxsize - counter.left

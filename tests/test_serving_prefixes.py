@@ -13,7 +13,7 @@ from test_serving import SHAPES, SIZE, Model, answer_of, held, make_stores, run
 from test_serving_hostile import computed
 
 import pagedkv
-import pagedkv.prefix
+from pagedkv import _beginnings
 from pagedkv.serving import LayerShape, ModelSequence, ModelStores, Scheduler, TokenIds
 
 FLAT = [LayerShape(None, 1, 4), LayerShape(None, 1, 8)]
@@ -336,12 +336,12 @@ def test_tokens_are_read_like_a_list():
 def test_remembering_looks_at_what_is_new(monkeypatch):
     """However long the request is: the ids that are given to the books are those of a block, in each store."""
     looked_at = []
-    convert = pagedkv.prefix.as_token_ids
+    convert = _beginnings.as_token_ids
     stores = make_stores(400)
     scheduler, model = Scheduler(stores, max_prefill_tokens=2000), Model(stores)
     request = scheduler.submit([n % 7 for n in range(1001)], 40)
     scheduler.step(model)
-    monkeypatch.setattr(pagedkv.prefix, "as_token_ids", lambda ids: looked_at.append(len(ids)) or convert(ids))
+    monkeypatch.setattr(_beginnings, "as_token_ids", lambda ids: looked_at.append(len(ids)) or convert(ids))
     run(scheduler, model)
     assert len(looked_at) == 40 // SIZE
     assert set(looked_at) == {SIZE}

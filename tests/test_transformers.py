@@ -4,6 +4,8 @@ import copy
 import gc
 
 import pytest
+from proof_starved import is_refused, testcapi
+from proof_ways import WAYS
 from transformers_support import (
     FAMILIES,
     OWN_ATTENTION,
@@ -437,3 +439,50 @@ def test_a_cache_of_another_model_is_refused():
         PagedCache(model)
     with pytest.raises(TypeError, match="model"):
         PagedStores("llama", 8)
+
+
+@pytest.mark.parametrize("how", [*WAYS, "memory"])
+@pytest.mark.parametrize("what", ["crop", "batch_select_indices"])
+def test_all_rows_or_none(what, how):
+    """Whatever is raised while a batch is cut or chosen from: it goes on as before it, or as after it."""
+    if how == "memory" and testcapi is None:
+        pytest.skip("needs CPython's test of its own C API, and a GIL")
+    model = make_model("llama", "pagedkv")
+    ids, rows = torch.tensor([make_prompt(9, seed) for seed in (0, 1, 2)]), torch.tensor([2, 0])
+
+    def computed():
+        cache = PagedCache(stores_for(model))
+        with torch.no_grad():
+            model(ids, cache=cache)
+        return cache
+
+    def act(cache):
+        cache.crop(-2) if what == "crop" else cache.batch_select_indices(rows)
+
+    def shape(cache):
+        return cache.get_seq_length(), len(cache.sequences)
+
+    def goes_on(cache):
+        with torch.no_grad():
+            return model(torch.full((len(cache.sequences), 1), 7), cache=cache).logits
+
+    before, after = computed(), computed()
+    act(after)
+    right = {shape(cache): goes_on(cache) for cache in (before, after)}
+    assert len(right) == 2
+    seen = set()
+    for at in range(1, 5000, {"bytecode": 53, "call": 5, "memory": 3}[how]):
+        cache = computed()
+        if how == "memory":
+            stopped = is_refused([lambda cache=cache: act(cache)], at)
+        else:
+            stopped = WAYS[how](at).run(lambda cache=cache: act(cache))
+        seen.add((stopped, shape(cache)))
+        expected = right[shape(cache)]
+        assert torch.equal(goes_on(cache), expected)
+        if not stopped:
+            break
+    stores = cache.stores
+    cache.reset()
+    assert held(stores) == [0]
+    assert seen >= {(True, (9, 3)), (False, (7, 3) if what == "crop" else (9, 2))}

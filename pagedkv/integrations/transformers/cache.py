@@ -196,8 +196,12 @@ class _Batch:
     def select(self, rows: list[int]) -> None:
         """The sequences become clones of these. Every block that somebody still holds stays; none is taken."""
         self._forget()
-        self.sequences = [self.sequences[row].clone() for row in rows]
-        self.skipped = [self.skipped[row] for row in rows]
+        sequences = [self.sequences[row].clone() for row in rows]
+        self._become(sequences, [self.skipped[row] for row in rows], self.length)
+
+    def _become(self, sequences: list[ModelSequence], skipped: list[int], length: int) -> None:
+        """In one call of C, so that an interrupt comes before or after."""
+        vars(self).update(sequences=sequences, skipped=skipped, length=length)
 
     def crop(self, n_tokens: int) -> None:
         self._forget()
@@ -209,10 +213,12 @@ class _Batch:
                     f"crop: positions that a sliding window sees from {cut} on were given back in row {row}; "
                     "call activate_past_recording() before the passes that may be taken back"
                 )
-        for sequence, cut in zip(self.sequences, cuts, strict=True):
+        # All rows or none: it is clones that are cut, which takes no block.
+        cropped = [sequence.clone() for sequence in self.sequences]
+        for sequence, cut in zip(cropped, cuts, strict=True):
             sequence.truncate(cut)
-        self.length = length
-        self.skipped = [length - sequence.seq_len for sequence in self.sequences]
+        skipped = [length - cut for cut in cuts]
+        self._become(cropped, skipped, length)
         self.drop_unneeded()
 
     def drop_unneeded(self) -> None:
@@ -221,9 +227,10 @@ class _Batch:
 
     def clear(self) -> None:
         self._forget()
-        for sequence in self.sequences:
+        sequences = self.sequences
+        self._become([], [], 0)
+        for sequence in sequences:
             sequence.release()
-        self.sequences, self.skipped, self.length = [], [], 0
 
     def clone(self) -> _Batch:
         self._forget()
