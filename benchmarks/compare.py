@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "compare"
 
 
-def module(name):
-    """A file of pagedkv/cli of the working tree, alone: the package may be of any version, or not built."""
+def module(name, folder="cli"):
+    """A file of the working tree's package, alone: the package that is measured may be of any version, or not built."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "pagedkv" / "cli" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, ROOT / "pagedkv" / folder / f"{name.rpartition('.')[2]}.py")
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
@@ -108,6 +108,8 @@ def measure_here(tree, only, memory, seconds):
 
     if not Path(pagedkv.__file__).is_relative_to(tree):
         raise ImportError(f"expected pagedkv from {tree}, got {pagedkv.__file__}")
+    if importlib.util.find_spec("pagedkv.formats") is None:  # of a version that has it elsewhere
+        module("pagedkv.formats", ".")
     figures = module("figures")
     found = {}
     for figure in figures.figures(pagedkv.get_num_threads()):
