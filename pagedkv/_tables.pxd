@@ -78,6 +78,8 @@ cdef int32_t* new_ids(Py_ssize_t n) except NULL
 cdef void copy_ids(int32_t* dst, const int32_t* src, Py_ssize_t n) noexcept
 # PagedKvError unless somebody holds all that it names: then it can give them up without fail.
 cdef int check_table(const BlockTable* table, PagedKvStore store) except -1
+# Release all that it names, or PagedKvError as for `check_table`.
+cdef int empty_table(BlockTable* table, PagedKvStore store) except -1
 # A fork of a table as it is now, whose blocks have one more holder; MemoryError, OverflowError. It replaces another one's,
 # or is released.
 cdef int fork_table(BlockTable* fork, const BlockTable* table, PagedKvStore store) except -1

@@ -78,7 +78,8 @@ cdef void place(const BlockTable* table, PagedKvStore store, Growth* growth, con
             n_left -= 1
     store.blocks.release_each(taken, n_left)  # another holder has gone meanwhile
     growth.n_copies -= n_left
-    copy_ids(&ids[table.n_blocks], &taken[n_left], growth.n_missing)
+    if taken is not &ids[table.n_blocks]:
+        copy_ids(&ids[table.n_blocks], &taken[n_left], growth.n_missing)
 
 
 cdef void commit_growth(BlockTable* table, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept:
@@ -119,6 +120,7 @@ cdef Py_ssize_t stage(const Group* groups, int n_groups, Py_ssize_t n) except -1
     cdef int32_t* taken = few
     cdef Py_ssize_t n_taken = 0, n_roomy = 0, i
     cdef int g, short = 0
+    cdef bint copies = False
     try:
         if n_groups > 1:
             wants = <Want*>malloc(n_groups * sizeof(Want))
@@ -129,13 +131,14 @@ cdef Py_ssize_t stage(const Group* groups, int n_groups, Py_ssize_t n) except -1
             wants[g].n = 0
             for i in range(n):
                 wants[g].n += measure(groups[g].tables[i], <PagedKvStore>groups[g].store, &groups[g].growths[i])
+                copies = copies or groups[g].growths[i].n_copies
             if wants[g].n > (<PagedKvStore>groups[g].store).blocks.n_most():  # more than a table should be made for
                 raise exhausted(groups, n_groups, n, g)
             n_taken += wants[g].n
         if n_taken == 0:
             short = -1
             return 0
-        if n_taken > 32:
+        if n_taken > 32 and (copies or n > 1):
             taken = new_ids(n_taken)
         n_taken = 0
         for g in range(n_groups):
@@ -144,6 +147,8 @@ cdef Py_ssize_t stage(const Group* groups, int n_groups, Py_ssize_t n) except -1
             for i in range(n):
                 make_room(groups[g].tables[i], &groups[g].growths[i])
                 n_roomy += 1
+            if n == 1 and not copies:  # they go where they belong at once: behind the table's end, where nobody looks
+                wants[g].ids = &groups[g].growths[0].ids[groups[g].tables[0].n_blocks]
         short = (<PagedKvStore>groups[0].store).budget.take(wants, n_groups)
         if short >= 0:
             raise exhausted(groups, n_groups, n, short)
@@ -233,8 +238,21 @@ cdef int check_table(const BlockTable* table, PagedKvStore store) except -1:
     if table.n_dropped < table.n_blocks:
         bad = store.blocks.find_unused(&table.ids[table.n_dropped], table.n_blocks - table.n_dropped)
     if bad >= 0:
-        raise PagedKvError(f"block {table.ids[table.n_dropped + bad]} is in a table and has no holder left: "
-                           "someone gave back a reference that was not theirs")
+        raise unheld(table.ids[table.n_dropped + bad])
+    return 0
+
+
+cdef object unheld(int32_t block):
+    return PagedKvError(f"block {block} is in a table and has no holder left: someone gave back a reference that was not theirs")
+
+
+cdef int empty_table(BlockTable* table, PagedKvStore store) except -1:
+    cdef Py_ssize_t bad = -1
+    if table.n_dropped < table.n_blocks:  # looked at and released in one pass
+        bad = store.blocks.release(&table.ids[table.n_dropped], table.n_blocks - table.n_dropped)
+    if bad >= 0:
+        raise unheld(table.ids[table.n_dropped + bad])
+    table.n_blocks = table.n_dropped = table.length = table.shortest = 0
     return 0
 
 

@@ -484,9 +484,12 @@ cdef class BlockAllocator:
 
     cdef Py_ssize_t find_unused(self, const int32_t* ids, Py_ssize_t n) noexcept:
         cdef Py_ssize_t i, found = -1
+        cdef const int32_t* counts = self.counts
+        cdef bint known
         with cython.critical_section(<object>self.budget):
+            known = self.tree is not NULL
             for i in range(n):
-                if self.n_users(ids[i]) <= 0:
+                if (self.n_users(ids[i]) if known else counts[ids[i]]) <= 0:
                     found = i
                     break
         return found

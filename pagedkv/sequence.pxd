@@ -24,6 +24,7 @@ cdef class PagedKvCache:
     # What `_tables` does to a table, and whose store it then is. All but the first trust that it is locked.
     cdef void commit(self, PagedKvStore store, Growth* growth, Py_ssize_t n_written) noexcept
     # PagedKvError, or RuntimeError, unless it can release what it holds: then `take_over` and `cut` cannot fail.
+    cdef int check_bound(self) except -1
     cdef int check_own(self) except -1
     cdef void become(self, PagedKvStore store, const BlockTable* table) noexcept
     # A fork of it as it is now, which becomes the sequence of a cache that is locked, or is released; as `fork_table`.

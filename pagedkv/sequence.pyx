@@ -17,7 +17,7 @@ from pagedkv._guard cimport enter_reader, enter_writer, leave_reader, leave_writ
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.rows cimport Places, in_blocks, in_slots, slot_of
 from pagedkv._tables cimport (
-    BlockTable, Growth, check_table, commit_growth, copy_ids, cut_table, drop_blocks_before,
+    BlockTable, Growth, check_table, commit_growth, copy_ids, cut_table, drop_blocks_before, empty_table,
     first_position as first_kept, fork_table, measure,
     new_ids, release_table, replace_table, stage_one)
 from pagedkv.contiguous cimport KvCache, as_target
@@ -381,8 +381,8 @@ cdef class PagedKvCache:
         cdef PagedKvStore home = as_store(store)
         self.begin_write(home)
         try:
-            self.check_own()
-            self.empty()
+            self.check_bound()
+            empty_table(&self.table, self.store)
         finally:
             self.end_write()
         home.after_change()
@@ -613,10 +613,14 @@ cdef class PagedKvCache:
         replace_table(&self.table, table)
         self.store = store if table.n_blocks else None
 
-    cdef int check_own(self) except -1:
+    cdef int check_bound(self) except -1:
         if self.store is None and self.table.n_blocks:
             raise RuntimeError("clone: blocks were adopted and their store is not known yet; "
                                "name it in adopt_blocks(..., store=store)")
+        return 0
+
+    cdef int check_own(self) except -1:
+        self.check_bound()
         return check_table(&self.table, self.store)
 
     cdef int prepare_fork(self, BlockTable* fork) except -1:

@@ -318,7 +318,7 @@ def test_nothing_is_left_when_stores_and_sequences_go():
         gc.enable()
 
 
-@pytest.mark.parametrize("what", ["truncate", "release", "reserve", "drop_unneeded", "give_back_reserved"])
+@pytest.mark.parametrize("what", ["truncate", "release", "reserve", "drop_unneeded", "release_reserved"])
 def test_a_sequence_in_use_changes_in_no_store(what):
     stores = ModelStores(FLAT, 8, block_size=4)
     sequence = ModelSequence(stores)
@@ -329,7 +329,7 @@ def test_a_sequence_in_use_changes_in_no_store(what):
         getattr(sequence, what)(*arguments)
     assert state(stores) == before
     getattr(sequence, what)(*arguments)
-    assert state(stores) != before or what == "give_back_reserved"
+    assert state(stores) != before or what == "release_reserved"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -353,11 +353,11 @@ def test_room_for_a_sequence_is_what_can_be_reserved(seed):
         known = stores.stats().evictable_bytes
         sequence.reserve(room.now)
         assert stores.stats().evictable_bytes == known  # nothing had to go
-        sequence.give_back_reserved()
+        sequence.release_reserved()
         with pytest.raises(pagedkv.PagedStoreExhausted):
             sequence.reserve(room.with_eviction + 1)
         sequence.reserve(room.with_eviction)
-        sequence.give_back_reserved()
+        sequence.release_reserved()
     for other in (*others, sequence):
         other.release()
     stores.prefixes.clear()

@@ -218,7 +218,7 @@ def test_never_is_never():
                 if chunk is not None:
                     real.drop_unneeded()
                 sequence = real
-                sequence.give_back_reserved()
+                sequence.release_reserved()
             else:
                 sequence = ModelSequence(world.stores)
                 if admission.verdict != "never":

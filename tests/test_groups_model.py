@@ -146,9 +146,9 @@ class Machine(RuleBasedStateMachine):
         self.both(lambda: real.truncate(n), lambda: theirs.truncate(n))
 
     @rule(which=pick)
-    def give_back_reserved(self, which):
+    def release_reserved(self, which):
         real, theirs = self.pair(which)
-        real.give_back_reserved()
+        real.release_reserved()
         theirs.cut(theirs.seq_len)
 
     @rule(which=pick)

@@ -453,7 +453,7 @@ def example_groups() -> None:
     assert_type((stores.places, stores.windows), tuple[tuple[tuple[int, int], ...], tuple[int | None, ...]])
     sequence = pagedkv.ModelSequence(stores)
     sequence.reserve(8, chunk=2)
-    sequence.give_back_reserved()
+    sequence.release_reserved()
     with pagedkv.Step(stores, sequence, query_lens=3) as step:
         assert_type(step.unwritten_layers, tuple[int, ...])
         assert_type(step.state, Literal["ready", "open", "committed", "rolled back"])

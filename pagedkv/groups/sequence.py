@@ -195,7 +195,7 @@ class ModelSequence:
         """
         truncate_all(self.caches, n_positions)
 
-    def give_back_reserved(self) -> None:
+    def release_reserved(self) -> None:
         """Give back the blocks past the end."""
         truncate_all(self.caches, None)
 
