@@ -4,7 +4,8 @@ Keys and values of many sequences live in shared fixed-size blocks; a sequence i
 attention reads straight through the tables. Each name below has a page of its own: ``help(pagedkv.Step)``.
 
 - Blocks and sequences: `PagedKvStore`, `PagedKvCache`; contiguous ones, to compare with: `KvCache`, `KvBlockPool`.
-- A forward pass of a batch, all of it or none: `Step`. Attention without one: `paged_attention`, `attention`.
+- A forward pass of a batch, all of it or none: `Step`. Attention without one: `paged_attention`, `attention`;
+  over two sets of positions, of what each gave: `merge_attention_states`.
 - Attention over blocks that somebody else manages: `AttentionBatch`.
 - Models whose layers need several stores, over one budget of bytes: `ModelStores`, with a `LayerGroup` for each
   `LayerShape`, and `ModelSequence`. `Step` and `reorder` take them as they take a store.
@@ -37,7 +38,7 @@ Examples
 """
 
 from pagedkv.admission import Admission, PendingRequest, Room, plan_admission, room_for
-from pagedkv.attention import attention, paged_attention
+from pagedkv.attention import attention, merge_attention_states, paged_attention
 from pagedkv.beams import reorder
 from pagedkv.contiguous import KvBlockPool, KvCache
 from pagedkv.cpu import CpuInfo, cpu_info
@@ -89,6 +90,7 @@ __all__ = [
     "attention",
     "cpu_info",
     "get_num_threads",
+    "merge_attention_states",
     "paged_attention",
     "plan_admission",
     "reorder",

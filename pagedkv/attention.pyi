@@ -113,6 +113,7 @@ def attention(
     return_lse: _Flag,
     n_threads: SupportsIndex | None = None,
 ) -> _Out | tuple[_Out, _Out]: ...
+def merge_attention_states(out_a: _Floats, lse_a: _Floats, out_b: _Floats, lse_b: _Floats) -> tuple[_Out, _Out]: ...
 
 @disjoint_base
 class Asked: ...  # not for Python: see attention.pxd

@@ -6,10 +6,10 @@ sizes and addresses are looked at.
 """
 
 cimport numpy as cnp
-from libc.math cimport sqrt
+from libc.math cimport INFINITY, expf, logf, sqrt
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from pagedkv._arrays cimport (
     MAX_POSITIONS, MAX_ROWS, as_flag, as_float32, as_index, as_items, as_native, as_real, as_result, as_size, as_thread_count,
@@ -19,7 +19,7 @@ from pagedkv._kernels.attend cimport run_attend
 from pagedkv._kernels.parallel cimport resolve_threads
 from pagedkv._kernels.plan cimport (
     AttendOptions, AttendPlan, HeadsView, KvView, PlanShelf, QuerySpan, RowView, find_plan, free_plans)
-from pagedkv._kernels.simd cimport SIMD_F32
+from pagedkv._kernels.simd cimport SIMD_F32, simd_in_use, simd_kernels
 from pagedkv._tables cimport first_position
 from pagedkv.sequence cimport PagedKvCache
 from pagedkv.store cimport PagedKvStore, as_store
@@ -226,6 +226,93 @@ def attention(q, k, v, *, scale=None, window=None, softcap=None, sinks=None, ali
         return attend(asked, &kv, &shelf, &span, 1, n, threads)
     finally:
         free_plans(&shelf)
+
+
+def merge_attention_states(out_a, lse_a, out_b, lse_b):
+    """Attention over two sets of positions, of what each gave alone.
+
+    What a long context is cut up for: parts that lie in different stores, or that different processes attend to. Parts
+    have no position in common, and of more than two any order will do.
+
+    Parameters
+    ----------
+    out_a : array, float32 ``[n, n_q_heads, v_head_dim]``
+        What attention gave over the first set.
+    lse_a : array, float32 ``[n, n_q_heads]``
+        The logarithms of the sums of its exponentials, as ``return_lse`` gives them. Where one is minus infinity, nothing was
+        seen there, and what stands in ``out_a`` does not matter. Sinks, if any, are counted in one of the two sets alone.
+    out_b : array, float32 ``[n, n_q_heads, v_head_dim]``
+        What it gave over the second one.
+    lse_b : array, float32 ``[n, n_q_heads]``
+        As ``lse_a``.
+
+    Returns
+    -------
+    out, lse : float32 arrays ``[n, n_q_heads, v_head_dim]`` and ``[n, n_q_heads]``
+        As of one call over both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An array of another dtype, or of a shape that does not go with the first's.
+    MemoryError
+        The results cannot be had.
+
+    Notes
+    -----
+    Threads: runs without the GIL; nothing may change the arrays until it returns.
+
+    Method: Ye et al., "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", MLSys 2025,
+    section 2.2 (attention states and their composition).
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv
+    >>> q, k, v = np.ones((1, 2, 4), np.float32), *np.random.randn(2, 9, 1, 4).astype(np.float32)
+    >>> parts = [pagedkv.attention(q, k[at], v[at], return_lse=True) for at in (slice(5), slice(5, 9))]
+    >>> out, lse = pagedkv.merge_attention_states(*parts[0], *parts[1])
+    >>> bool(np.allclose(out, pagedkv.attention(q, k, v), atol=1e-6))
+    True
+    """
+    cdef cnp.ndarray a = as_float32(out_a, "out_a", (None, None, None)), b, lse_of_a, lse_of_b, out, lse
+    lse_of_a = as_float32(lse_a, "lse_a", (None, None))
+    b = as_float32(out_b, "out_b", (None, None, None))
+    lse_of_b = as_float32(lse_b, "lse_b", (None, None))
+    # Nothing of the caller's runs any more.
+    check_float32(a, "out_a", (None, None, None))
+    cdef tuple shape = (a.shape[0], a.shape[1], a.shape[2])
+    check_float32(lse_of_a, "lse_a", shape[:2])
+    check_float32(b, "out_b", shape)
+    check_float32(lse_of_b, "lse_b", shape[:2])
+    out, lse = as_result(None, "out", shape), as_result(None, "lse", shape[:2])
+    cdef float* sums = <float*>cnp.PyArray_DATA(lse)
+    cdef float* rows = <float*>cnp.PyArray_DATA(out)
+    cdef const float* a_rows = <const float*>cnp.PyArray_DATA(a)
+    cdef const float* b_rows = <const float*>cnp.PyArray_DATA(b)
+    cdef const float* a_sums = <const float*>cnp.PyArray_DATA(lse_of_a)
+    cdef const float* b_sums = <const float*>cnp.PyArray_DATA(lse_of_b)
+    cdef Py_ssize_t i, n = a.shape[0] * a.shape[1], width = a.shape[2]
+    with nogil:
+        for i in range(n):
+            sums[i] = merge_states(rows + i * width, a_rows + i * width, a_sums[i], b_rows + i * width, b_sums[i], width)
+    return out, lse
+
+
+cdef float merge_states(float* out, const float* a, float lse_a, const float* b, float lse_b, Py_ssize_t n) noexcept nogil:
+    """One row; returns its lse."""
+    cdef const simd_kernels* kernels = simd_in_use()
+    cdef float most = max(lse_a, lse_b), weight_a, weight_b, total
+    if lse_a == -INFINITY or lse_b == -INFINITY:  # what weighs nothing may be NaN
+        if lse_a == lse_b:
+            memset(out, 0, n * sizeof(float))
+        else:
+            memcpy(out, b if lse_a == -INFINITY else a, n * sizeof(float))
+        return lse_b if lse_a == -INFINITY else lse_a
+    weight_a, weight_b = expf(lse_a - most), expf(lse_b - most)
+    total = weight_a + weight_b
+    kernels.scale_row(out, a, weight_a / total, n)
+    kernels.add_scaled_row(out, b, weight_b / total, n)
+    return most + logf(total)
 
 
 cdef void view_floats(RowView* view, cnp.ndarray rows, Py_ssize_t width, Py_ssize_t head_dim) noexcept:

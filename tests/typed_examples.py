@@ -271,6 +271,9 @@ def example_attention() -> None:
     contiguous = cache.to_contiguous(store)
     assert_type(pagedkv.attention(q, contiguous.k, contiguous.v, window=3, out=out), Floats)
     out, lse = pagedkv.attention(q, ones(6, 2, 8), ones(6, 2, 8), causal=False, return_lse=True)
+    merged, both_lse = pagedkv.merge_attention_states(out, lse, out, lse)
+    assert_type(merged, Floats)
+    assert_type(both_lse, Floats)
     assert_type(lse, Floats)
     with pytest.raises(TypeError):
         pagedkv.paged_attention(np.ones((1, 4, 8)), store, cache)  # type: ignore[arg-type]

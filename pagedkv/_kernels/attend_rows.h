@@ -12,7 +12,7 @@
  * sums of each group is more work from two query rows on. */
 #define SCALED(x, scales, d) (HAS_SCALES ? V(mul)(x, V(set1)((scales)[(d) / SIMD_GROUP])) : (x))
 /* Values at a time, and values in a cache line: what one prefetch brings. */
-#define STRIDE 16
+#define STRIDE (HAS_SCALES ? SIMD_GROUP : 16)
 #define LINE (64 / (ptrdiff_t)sizeof(ELEMENT))
 
 /* --- scores: lanes along head_dim ------------------------------------------------------------------ */
